@@ -1,0 +1,106 @@
+"""Differentiable reductions over a group of ranks, for the local programs of rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that a local program reduces over, with the transport that reaches them.
+
+    Attributes:
+        transport: This rank's transport.
+        ranks: The group, in order.
+        tag: Names of the mesh axes, for the log.
+    """
+
+    transport: Transport
+    ranks: tuple[int, ...]
+    tag: str = ""
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        return self.ranks.index(self.transport.rank)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks. P -> R; the backward is P -> R again."""
+        if self.size == 1:
+            return x
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Sum.apply(x, self)  # pyright: ignore[reportReturnType]
+        return self.reduce(x, "sum")
+
+    def reduce(self, x: Tensor, op: str) -> Tensor:
+        """A reduction without a gradient: all_reduce with ``op``."""
+        return self.transport.all_reduce(x.detach().contiguous(), self.ranks, op, tag=self.tag)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """What every rank has, stacked on a new first dim; without a gradient."""
+        return self.transport.all_gather(x.detach().contiguous(), self.ranks, tag=self.tag)
+
+    def keep(self, x: Tensor) -> Tensor:
+        """R -> P: the value on the group's first rank, zeros on the rest (which keep the edge)."""
+        if self.size == 1:
+            return x
+        return _Keep.apply(x, self.index == 0)  # pyright: ignore[reportReturnType]
+
+    def cast(self, x: Tensor) -> Tensor:
+        """The same value; its gradient is summed over the ranks (R with a whole gradient, to R)."""
+        if self.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        return _Cast.apply(x, self)  # pyright: ignore[reportReturnType]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, group: Group) -> Tensor:
+        return group.reduce(x, "sum")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.group.sum(grads[0]), None
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, first: bool) -> Tensor:
+        return x.view_as(x) if first else torch.zeros_like(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.first = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Keep.apply(grads[0], ctx.first), None
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, group: Group) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.group.sum(grads[0]), None

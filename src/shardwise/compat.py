@@ -1,0 +1,51 @@
+"""The only file that touches torch's private names; each is here with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Functions of torch.nn.functional that are built in C++ arrive in __torch_function__ under these.
+NN_BUILTINS: Any = torch._C._nn
+LINALG_BUILTINS: Any = torch._C._linalg
+FFT_BUILTINS: Any = torch._C._fft
+SPECIAL_BUILTINS: Any = torch._C._special
+
+# A tensor object with metadata and no data: 1.4 us, the floor of a wrapper.
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+
+# Runs a call on a wrapper as if it were a plain tensor (for metadata that C++ knows).
+DisableTorchFunction: Any = torch._C.DisableTorchFunctionSubclass
+
+TensorBase: Any = torch._C.TensorBase
+
+is_grad_enabled = torch.is_grad_enabled
+is_autocast_enabled: Any = torch._C._is_any_autocast_enabled
+autocast_dtype: Any = torch.get_autocast_dtype
+functorch_active: Any = torch._C._functorch.peek_interpreter_stack
+current_graph_task: Any = torch._C._current_graph_task_id
+queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def kernel_flags() -> tuple[Any, ...]:
+    """Process or thread flags that decide which kernel runs, and so what a traced program holds."""
+    cuda = torch.backends.cuda
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        torch.get_default_dtype(),
+    )
+
+
+def add_foreach_type(cls: type) -> None:
+    """Let torch.optim choose its foreach and fused forms for parameters of our class."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        types = module._foreach_supported_types
+        if cls not in types:
+            types.append(cls)

@@ -1,0 +1,98 @@
+"""Every exception that shardwise raises on purpose.
+
+```text
+Exception
+└── ShardError                          the base: `except ShardError` catches all of them
+    ├── LayoutError      (ValueError)            a placement, a layout or a shape that cannot be
+    ├── MeshError        (ValueError)            a mesh that cannot be, or meshes that do not fit
+    ├── CommError        (RuntimeError)          moving bytes failed, or was asked for wrongly
+    │   ├── DeadlockError                        ranks wait for each other, or disagree
+    │   └── AbortedError                         another rank raised; this one stopped with it
+    ├── UnsupportedError (NotImplementedError)   an op, or a use of it, without a rule
+    ├── AliasError       (RuntimeError)          a write that a view and its base cannot share
+    └── StrictError      (RuntimeError)          strict mode met something it was told to refuse
+```
+
+None is a `TypeError`: inside a `__torch_function__` or a `__torch_dispatch__` torch reads that
+as "not implemented here" and reports something else.
+
+A message says what happened, with values (not types), then where, then what to do:
+
+```text
+MeshError: the operands of aten.mm live on meshes that cannot be combined.
+  in     aten.mm(x: f32[8, 6] {dp: S(0), tp: S(1)}, w: f32[6, 4] {pp: R})
+  at     train.py:31, module "blocks.0.mlp.up"
+  try    - w.redistribute(x.device_mesh, [Replicate(), Shard(0)])
+```
+
+Inner code raises the first line; `explain` lays out the rest.
+"""
+
+from collections.abc import Iterable, Mapping
+
+
+class ShardError(Exception):
+    """Base of everything that shardwise raises on purpose."""
+
+
+class LayoutError(ShardError, ValueError):
+    """A placement, layout or shape that cannot be."""
+
+
+class MeshError(ShardError, ValueError):
+    """A mesh that cannot be built, or meshes that cannot be combined."""
+
+
+class CommError(ShardError, RuntimeError):
+    """A collective failed, or was called in a way that no group can carry out."""
+
+
+class DeadlockError(CommError):
+    """No rank can go on: each waits for another, or members called different collectives."""
+
+
+class AbortedError(CommError):
+    """Another rank raised, so this rank was stopped in its collective."""
+
+
+class UnsupportedError(ShardError, NotImplementedError):
+    """An op, or a way of calling it, that has no rule."""
+
+
+class AliasError(ShardError, RuntimeError):
+    """A write through a view that its base would not see, or the other way round."""
+
+
+class StrictError(ShardError, RuntimeError):
+    """Strict mode met something that it was told to refuse."""
+
+
+def explain(
+    what: str, where: Mapping[str, str] | None = None, tries: Iterable[str] = ()
+) -> str:
+    """Lay out an error message: what, where, and what to do.
+
+    Args:
+        what: The first line: one sentence with values, not types.
+        where: Label to text, in the order to be shown ("in", "at", "mesh", ...). Empty texts
+            are left out; the lines of a text with several are aligned.
+        tries: Things to do about it, one line each.
+
+    Returns:
+        The message.
+
+    Example:
+        >>> print(explain("a (2, 2) mesh needs 4 ranks, not 3.", {"at": "train.py:3"}, ["x"]))
+        a (2, 2) mesh needs 4 ranks, not 3.
+          at     train.py:3
+          try    - x
+    """
+    rows = [(label, text) for label, text in (where or {}).items() if text]
+    rows += [("" if i else "try", f"- {text}") for i, text in enumerate(tries)]
+    width = max([6, *(len(label) for label, _ in rows)])
+    lines = [what]
+    for label, text in rows:
+        first, *more = text.splitlines()
+        lines.append(f"  {label:<{width}} {first}")
+        lines += [f"  {'':<{width}} {line}" for line in more]
+    return "\n".join(lines)

@@ -1,0 +1,229 @@
+"""Compile one call into a ``Program``: decide the layouts, lower to moves and a local call.
+
+A call for which a rule answers is a program of one local call: the very same torch function on local
+tensors, or the rule's own local program. Anything else goes down the ladder (``ladder.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.execute import mover
+from shardwise.comm.transport import Transport
+from shardwise.errors import ShardError
+from shardwise.layout.boxes import contiguous_stride, restride
+from shardwise.layout.layout import Layout
+from shardwise.program.decide import Choice, decide
+from shardwise.program.local import LocalContext
+from shardwise.program.spec import Spec, spec_of
+from shardwise.rules.notation import ONE, Arg, Rule
+from shardwise.rules.registry import Entry
+
+Step = Callable[[Tensor], Tensor]
+
+
+class Program:
+    """A compiled call: move the operands, run on the pieces, say what the results are.
+
+    Attributes:
+        func: What to call on the local tensors.
+        movers: For each tensor argument its move, or None.
+        ctx: Passed first to ``func`` when it is a rule's local program; else None.
+        template: Localized plain arguments with ``Slot``s for tensors; None to use the call's own.
+        outs: Specs of the results; None when they are replicated and of a shape known only at run time.
+        simple: The hot path may call ``func`` itself on the locals and wrap its one result.
+        moved_view: Results alias a moved copy of the first argument, not the argument.
+    """
+
+    __slots__ = ("ctx", "func", "inplace", "moved_view", "movers", "name", "out", "outs", "simple", "template", "view")
+
+    def __init__(self, func: Any, movers: tuple[Step | None, ...]) -> None:
+        self.func, self.movers = func, movers
+        self.name = getattr(func, "__name__", str(func))
+        self.ctx: LocalContext | None = None
+        self.template: tuple[Any, dict[str, Any]] | None = None
+        self.outs: tuple[Spec, ...] | None = None
+        self.out: Spec | None = None
+        self.simple = False
+        self.inplace = False
+        self.view = False
+        self.moved_view = False
+
+    def run(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run on local tensors; ``args`` and ``kwargs`` hold ``Slot``s for them."""
+        moved = self._move(tensors)
+        if self.template is not None:
+            args, kwargs = self.template
+        args, kwargs = fill(args, moved), fill(kwargs, moved) if kwargs else {}
+        if self.ctx is not None:
+            return self.func(self.ctx, *args, **kwargs)
+        return self.func(*args, **kwargs)
+
+
+    def _move(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Move the operands; one that is passed twice moves once."""
+        moved: list[Tensor] = []
+        done: dict[tuple[int, int], Tensor] = {}
+        for t, m in zip(tensors, self.movers):
+            if m is None:
+                moved.append(t)
+                continue
+            key = (id(t), id(m))
+            if key not in done:
+                done[key] = m(t)
+            moved.append(done[key])
+        return moved
+
+
+class Slot:
+    """Stands for the i-th tensor in a tree of arguments."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+SLOTS = tuple(Slot(i) for i in range(64))
+
+
+def slot(i: int) -> Slot:
+    """The i-th slot."""
+    return SLOTS[i] if i < 64 else Slot(i)
+
+
+def fill(tree: Any, tensors: Sequence[Any]) -> Any:
+    """A tree of arguments with its slots filled."""
+    kind = type(tree)
+    if kind is Slot:
+        return tensors[tree.index]
+    if kind is tuple:
+        return tuple([fill(x, tensors) for x in tree])
+    if kind is list:
+        return [fill(x, tensors) for x in tree]
+    if kind is dict:
+        return {k: fill(v, tensors) for k, v in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return kind(*[fill(x, tensors) for x in tree])
+    return tree
+
+
+def flat_results(result: Any) -> list[Tensor]:
+    """The tensors of a result, in order."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return [t for x in result for t in flat_results(x)]
+    return []
+
+
+def compile_rule(
+    entry: Entry,
+    func: Any,
+    operands: Sequence[Arg],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    transport: Transport,
+) -> tuple[Program, list[Layout]] | None:
+    """The program that a rule gives, and the layouts of its results, dtypes not known yet.
+
+    Args:
+        entry: The rule.
+        func: The torch function.
+        operands: The tensor arguments, on one mesh.
+        args: Arguments with slots for tensors.
+        kwargs: The same by name.
+        transport: This rank's transport.
+
+    Returns:
+        None if the rule does not answer for these arguments.
+    """
+    rule = entry.rule(*fill(args, operands), **fill(kwargs, operands))
+    if rule is None:
+        return None
+    choice = decide(rule, operands, operands[0] if entry.inplace else None)
+    if choice is None:
+        return None
+    movers = tuple(
+        None if choice.ins[a] is a.layout else mover(a.layout, choice.ins[a], transport) for a in operands
+    )
+    layouts = _out_layouts(rule, choice, func, operands, args, kwargs)
+    program = Program(func, movers)
+    program.inplace, program.view = entry.inplace, rule.view
+    program.moved_view = rule.view and movers[0] is not None
+    use_local = choice.local and rule.local is not None
+    if use_local or rule.localize is not None:
+        mesh = operands[0].layout.mesh
+        ctx = LocalContext(
+            func,
+            tuple(spec_of(choice.ins[a], transport) for a in operands),
+            tuple(spec_of(layout, transport) for layout in layouts),
+            choice.axes,
+            mesh,
+            transport,
+        )
+        if use_local:
+            program.func, program.ctx = rule.local, ctx
+        elif rule.localize is not None and choice.axes:
+            program.template = rule.localize(ctx, *args, **kwargs)
+    program.simple = (
+        program.ctx is None
+        and program.template is None
+        and all(m is None for m in movers)
+        and len(layouts) == 1
+    )
+    return program, layouts
+
+
+def _out_layouts(
+    rule: Rule,
+    choice: Choice,
+    func: Any,
+    operands: Sequence[Arg],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Layout]:
+    mesh, dtype = operands[0].layout.mesh, operands[0].layout.dtype
+    strides: list[tuple[int, ...] | None] = [None] * len(rule.outs)
+    shapes = list(rule.out_shapes or _shapes(rule, operands))
+    dense = all(a.layout.is_contiguous for a in operands if a.ndim > 1 or rule.view)
+    if rule.view or not dense:
+        got = _on_meta(func, operands, args, kwargs)
+        if got is not None and len(got) >= len(rule.outs):
+            shapes = [tuple(t.shape) for t in got[: len(rule.outs)]]
+            strides = [tuple(t.stride()) for t in got[: len(rule.outs)]]
+        elif rule.view:
+            raise ShardError(f"{func} gave no result on meta tensors, so its result's strides are unknown")
+        elif len(shapes[0]) == operands[0].ndim:
+            strides = [restride(s, operands[0].layout.stride) if len(s) == operands[0].ndim else None for s in shapes]
+    out: list[Layout] = []
+    for (dims, partial), shape, stride in zip(choice.outs, shapes, strides):
+        assert len(dims) == len(shape), f"the rule of {func} labels {len(dims)} dims of a result {shape}"
+        out.append(Layout(mesh, dims, partial, shape, stride or contiguous_stride(shape), dtype))
+    return out
+
+
+def _shapes(rule: Rule, operands: Sequence[Arg]) -> list[tuple[int, ...]]:
+    sizes = {ONE: 1}
+    for arg in operands:
+        for name, n in zip(rule.ins.get(arg, ()), arg.shape):
+            sizes.setdefault(name, n)
+    return [tuple(sizes[name] for name in names) for names in rule.outs]
+
+
+def _on_meta(
+    func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor] | None:
+    """Results on meta tensors of the global shapes; None where the op has no meta form."""
+    meta = [
+        torch.empty_strided(a.shape, a.layout.stride, dtype=a.dtype, device="meta") for a in operands
+    ]
+    try:
+        with torch.no_grad():
+            return flat_results(func(*fill(args, meta), **fill(kwargs, meta)))
+    except NotImplementedError:
+        return None

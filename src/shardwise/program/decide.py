@@ -1,0 +1,180 @@
+"""Decide: from a rule and the operands' layouts to the layouts that the call runs on.
+
+Each mesh axis is decided by itself. Its options are: the factors that some operand is sharded on over this
+axis, a pending sum passed through, or nothing sharded. The cheapest in bytes wins; an option that moves
+nothing always does. The choice depends on global facts only, so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+import math
+
+from shardwise.layout.layout import Layout
+from shardwise.route.moves import piece_numel
+from shardwise.route.search import LATENCY_BYTES, LOCAL_COST_BYTES
+from shardwise.rules.notation import Arg, Labels, Rule
+
+KEEP = "keep"  # whole, but added on one rank only
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What one mesh axis could do.
+
+    Attributes:
+        factor: The factor it shards, or None.
+        pending: Arguments that must have a pending sum.
+        out: The pending reduction of the results that lack the factor, or None.
+    """
+
+    factor: str | None = None
+    pending: frozenset[Arg] = frozenset()
+    out: str | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """The decided layouts of a call.
+
+    Attributes:
+        ins: For each argument its layout.
+        outs: For each result (axes per dim, pending reductions).
+        axes: The mesh axes that shard each factor, major to minor.
+        local: Whether the rule's local program must run.
+    """
+
+    ins: dict[Arg, Layout]
+    outs: list[tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]]
+    axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    local: bool = False
+
+
+def decide(rule: Rule, args: Sequence[Arg], pinned: Arg | None = None) -> Choice | None:
+    """The cheapest layouts that the rule allows.
+
+    Args:
+        rule: The rule.
+        args: The tensor arguments.
+        pinned: An argument that is written in place: it must not move, and the first result must be
+            placed like it.
+
+    Returns:
+        None if a pinned argument would have to move.
+    """
+    mesh = args[0].layout.mesh
+    shards: dict[str, int] = {}
+    options: list[Option] = []
+    for axis in range(mesh.ndim):
+        options.append(_cheapest(rule, args, axis, shards, pinned))
+        if (f := options[-1].factor) is not None:
+            shards[f] = shards.get(f, 1) * mesh.shape[axis]
+    axes = _orders(rule, args, options)
+    choice = Choice({}, [], axes, any(f in rule.special for f in axes) or rule.always_local)
+    for arg in args:
+        names = rule.ins.get(arg, ())
+        dims = tuple(axes.get(name, ()) for name in names) if names else ((),) * arg.ndim
+        partial = tuple(_pending(rule, arg, names, option) for option in options)
+        choice.ins[arg] = arg.layout.with_placement(dims, partial)
+    for names in rule.outs:
+        dims = tuple(axes.get(name, ()) for name in names)
+        partial = tuple(_left_pending(names, option) for option in options)
+        choice.outs.append((dims, partial))
+    if pinned is not None:
+        kept = choice.ins[pinned] is pinned.layout
+        if not kept or choice.outs[0] != (pinned.layout.dims, pinned.layout.partial):
+            return None
+    return choice
+
+
+def _left_pending(names: Labels, option: Option) -> str | None:
+    if option.factor is not None and option.factor in names:
+        return None
+    return option.out
+
+
+def _pending(rule: Rule, arg: Arg, names: Labels, option: Option) -> str | None:
+    if arg in option.pending:
+        return "sum"
+    once = arg in rule.addends and option.out == "sum" and (option.factor is None or option.factor not in names)
+    return "sum" if once else None
+
+
+def _orders(rule: Rule, args: Sequence[Arg], options: Sequence[Option]) -> dict[str, tuple[int, ...]]:
+    """For each sharded factor its axes in order: as the operand with the most of them has it."""
+    wanted: dict[str, list[int]] = {}
+    for axis, option in enumerate(options):
+        if option.factor is not None:
+            wanted.setdefault(option.factor, []).append(axis)
+    out: dict[str, tuple[int, ...]] = {}
+    for factor, axes in wanted.items():
+        best: list[int] = []
+        for arg in args:
+            for name, on_dim in zip(rule.ins.get(arg, ()), arg.layout.dims):
+                kept = [a for a in on_dim if a in axes] if name == factor else []
+                best = kept if len(kept) > len(best) else best
+        out[factor] = (*best, *(a for a in axes if a not in best))
+    return out
+
+
+def _cheapest(rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int], pinned: Arg | None) -> Option:
+    best, best_cost = Option(), math.inf
+    for option in _options(rule, args, axis, shards):
+        if pinned is not None and _move_cost(rule, pinned, option, axis) > 0:
+            continue
+        cost = sum(_move_cost(rule, arg, option, axis) for arg in args)
+        if cost == 0:
+            return option
+        if cost < best_cost:
+            best, best_cost = option, cost
+    return best
+
+
+def _options(rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int]) -> Iterator[Option]:
+    k = args[0].layout.mesh.shape[axis]
+    seen: set[str] = set()
+    for arg in args:
+        dim = arg.layout.axis_dim(axis)
+        names = rule.ins.get(arg, ())
+        if dim is None or dim >= len(names):
+            continue
+        name = names[dim]
+        if name in seen or name in (".", "1") or name in rule.whole:
+            continue
+        seen.add(name)
+        if name in rule.divides and rule.divides[name] % (shards.get(name, 1) * k):
+            continue
+        op = rule.reduce.get(name, "sum")
+        missing = any(name not in out for out in rule.outs)
+        yield Option(name, frozenset(), op if missing and op != "none" else None)
+    for together in rule.linear:
+        if any(arg.layout.partial[axis] == "sum" for arg in together):
+            yield Option(None, together, "sum")
+    yield Option()
+
+
+def _move_cost(rule: Rule, arg: Arg, option: Option, axis: int) -> float:
+    layout = arg.layout
+    k = layout.mesh.shape[axis]
+    if k == 1 and layout.partial[axis] is None:
+        return 0
+    names = rule.ins.get(arg, ())
+    size = piece_numel(layout) * getattr(layout.dtype, "itemsize", 4)
+    want_pending = _pending(rule, arg, names, option) is not None
+    want_dim = names.index(option.factor) if option.factor is not None and option.factor in names else None
+    pending, dim = layout.partial[axis], layout.axis_dim(axis)
+    if pending is not None:
+        if want_pending and pending == "sum":
+            return 0
+        share = 1 if want_dim is not None else 2
+        return LATENCY_BYTES + share * size * (k - 1) / k
+    if dim is not None:
+        if want_pending:
+            return math.inf if arg not in rule.addends else LOCAL_COST_BYTES
+        if want_dim == dim:
+            return 0
+        return LATENCY_BYTES + size * ((k - 1) / k if want_dim is not None else k - 1)
+    if want_pending:
+        return LOCAL_COST_BYTES if arg in rule.addends else math.inf
+    return 0 if want_dim is None else LOCAL_COST_BYTES

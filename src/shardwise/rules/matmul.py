@@ -1,0 +1,152 @@
+"""Products of matrices and tensors: a contracted factor leaves a pending sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.rules.notation import Arg, Labels, Rule, aligned, numbered
+from shardwise.rules.registry import rule
+
+
+def contraction(ins: dict[Arg, Labels], out: Labels, factors: tuple[Arg, ...], addend: Arg | None = None) -> Rule:
+    """Linear in each factor alone; an addend is added once where the product is a pending sum."""
+    pending = tuple(frozenset([f] if addend is None else [f, addend]) for f in factors)
+    return Rule(ins, (out,), linear=pending, addends=frozenset() if addend is None else frozenset([addend]))
+
+
+@rule("mm", "aten.mm")
+def mm(input: Arg, mat2: Arg, *_: Any, **__: Any) -> Rule:
+    """``m k, k n -> m n``."""
+    return contraction({input: ("m", "k"), mat2: ("k", "n")}, ("m", "n"), (input, mat2))
+
+
+@rule("bmm", "aten.bmm")
+def bmm(input: Arg, mat2: Arg, *_: Any, **__: Any) -> Rule:
+    """``b m k, b k n -> b m n``."""
+    return contraction({input: ("b", "m", "k"), mat2: ("b", "k", "n")}, ("b", "m", "n"), (input, mat2))
+
+
+@rule("mv", "aten.mv")
+def mv(input: Arg, vec: Arg, *_: Any, **__: Any) -> Rule:
+    """``m k, k -> m``."""
+    return contraction({input: ("m", "k"), vec: ("k",)}, ("m",), (input, vec))
+
+
+@rule("dot", "vdot", "inner_", "aten.dot") if hasattr(torch, "inner_") else rule("dot", "aten.dot")
+def dot(input: Arg, other: Arg, *_: Any, **__: Any) -> Rule:
+    """``k, k ->``."""
+    return contraction({input: ("k",), other: ("k",)}, (), (input, other))
+
+
+@rule("outer", "ger")
+def outer(input: Arg, vec2: Arg, *_: Any, **__: Any) -> Rule:
+    """``m, n -> m n``."""
+    return contraction({input: ("m",), vec2: ("n",)}, ("m", "n"), (input, vec2))
+
+
+@rule("matmul", "__matmul__", "aten.matmul")
+def matmul(input: Arg, other: Arg, *_: Any, **__: Any) -> Rule | None:
+    """All forms of matmul: vectors, matrices, broadcast batches."""
+    if input.ndim == 0 or other.ndim == 0:
+        return None
+    left = ("m", "k") if input.ndim > 1 else ("k",)
+    right = ("k", "n") if other.ndim > 1 else ("k",)
+    batches = max(input.ndim, other.ndim, 2) - 2
+    names = numbered("b", batches)
+    ins = {
+        input: (*_batch(input, names), *left),
+        other: (*_batch(other, names), *right),
+    }
+    out = (*names, *left[:-1], *right[1:])
+    shape = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
+    shape = (*shape, *(input.shape[-2:-1] if input.ndim > 1 else ()), *(other.shape[-1:] if other.ndim > 1 else ()))
+    made = contraction(ins, out, (input, other))
+    return Rule(made.ins, made.outs, linear=made.linear, out_shapes=(tuple(shape),))
+
+
+def _batch(arg: Arg, names: Labels) -> Labels:
+    count = max(arg.ndim - 2, 0)
+    return tuple("1" if n == 1 else name for n, name in zip(arg.shape[:count], names[len(names) - count :]))
+
+
+@rule("linear", "aten.linear")
+def linear(input: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
+    """``... k, n k, n -> ... n``; the bias is added once where the product is a pending sum."""
+    if weight.ndim != 2 or input.ndim == 0:
+        return None
+    names = numbered("b", input.ndim - 1)
+    ins = {input: (*names, "k"), weight: ("n", "k")}
+    if bias is not None:
+        ins[bias] = ("n",)
+    return contraction(ins, (*names, "n"), (input, weight), bias)
+
+
+def _scaled_addend(beta: Any, addend: Arg, ins: dict[Arg, Labels], out: Labels, factors: tuple[Arg, ...]) -> Rule:
+    ins = {addend: aligned(addend, out), **ins}
+    shape_of = dict(zip([n for names in ins.values() for n in names], [n for a in ins for n in a.shape]))
+    made = contraction(ins, out, factors, addend)
+    sizes = {name: n for a in factors for name, n in zip(ins[a], a.shape)}
+    del shape_of
+    return Rule(
+        ins, (out,), linear=made.linear, addends=made.addends, out_shapes=(tuple(sizes[name] for name in out),)
+    )
+
+
+@rule("addmm", "aten.addmm")
+def addmm(input: Arg, mat1: Arg, mat2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule:
+    """``m n, m k, k n -> m n``."""
+    return _scaled_addend(beta, input, {mat1: ("m", "k"), mat2: ("k", "n")}, ("m", "n"), (mat1, mat2))
+
+
+@rule("baddbmm", "aten.baddbmm")
+def baddbmm(input: Arg, batch1: Arg, batch2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule:
+    """``b m n, b m k, b k n -> b m n``."""
+    ins = {batch1: ("b", "m", "k"), batch2: ("b", "k", "n")}
+    return _scaled_addend(beta, input, ins, ("b", "m", "n"), (batch1, batch2))
+
+
+@rule("addmv", "aten.addmv")
+def addmv(input: Arg, mat: Arg, vec: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule:
+    """``m, m k, k -> m``."""
+    return _scaled_addend(beta, input, {mat: ("m", "k"), vec: ("k",)}, ("m",), (mat, vec))
+
+
+@rule(torch.functional.einsum, torch.einsum)
+def einsum(equation: Any, *operands: Any) -> Rule | None:
+    """Einsum in its string form; a repeated label in one operand is left to the ladder."""
+    if not isinstance(equation, str):
+        return None
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(operands):
+        return None
+    rank = max((op.ndim - len(t.replace("...", "")) for t, op in zip(terms, operands) if "..." in t), default=0)
+    dots = numbered("...", rank)
+    ins: dict[Arg, Labels] = {}
+    for term, op in zip(terms, operands):
+        before, has, after = term.partition("...")
+        count = op.ndim - len(before) - len(after) if has else 0
+        names = (*before, *(dots[len(dots) - count :] if has else ()), *after)
+        if len(set(names)) != len(names) or len(names) != op.ndim:
+            return None
+        ins[op] = tuple("1" if n == 1 else name for name, n in zip(names, op.shape))
+    letters = sorted({c for t in terms for c in t.replace("...", "")})
+    if not arrow:
+        once = [c for c in letters if left.count(c) == 1]
+        right = "..." * bool(rank) + "".join(once)
+    before, has, after = right.partition("...")
+    out = (*before, *(dots if has else ()), *after)
+    if not has and rank:
+        return None
+    sizes = {"1": 1}
+    for term, op in zip(terms, operands):
+        before, has, after = term.partition("...")
+        count = op.ndim - len(before) - len(after) if has else 0
+        for name, n in zip((*before, *(dots[len(dots) - count :] if has else ()), *after), op.shape):
+            sizes[name] = max(sizes.get(name, 1), n) if n != 0 else 0
+    shape = tuple(sizes[name] for name in out)
+    return Rule(ins, (out,), linear=tuple(frozenset([op]) for op in operands), out_shapes=(shape,))

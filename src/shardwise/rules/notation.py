@@ -1,0 +1,125 @@
+"""How a rule is written: the *factors* of an op, as einsum names them.
+
+A factor names a dim in every operand and result that it runs through. From the labels follows what may be
+sharded over a mesh axis without communication: a factor in operands and results stays sharded; one that
+only operands have leaves a pending reduction. (The idea is that of einsum and of Shardy's op sharding
+rules; the notation is ours.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.layout.layout import Layout
+
+Labels = tuple[str, ...]
+
+WHOLE = "."  # a dim that must be whole
+ONE = "1"  # a dim of size one: whole, and a fresh dim of a result
+
+
+class Arg:
+    """A tensor argument of the call that is being compiled; the rule sees this in its place.
+
+    Attributes:
+        index: Position among the call's tensor arguments.
+        layout: Its layout on the mesh of the call (plain tensors are replicated).
+        plain: Whether it is a plain tensor.
+        requires_grad: Whether a gradient will be asked of it.
+        is_leaf: Whether it is a leaf of the autograd graph.
+        device: Its device.
+    """
+
+    __slots__ = ("device", "index", "is_leaf", "layout", "plain", "requires_grad")
+
+    def __init__(
+        self,
+        index: int,
+        layout: Layout,
+        *,
+        plain: bool = False,
+        requires_grad: bool = False,
+        is_leaf: bool = True,
+        device: Any = None,
+    ) -> None:
+        self.index, self.layout, self.plain, self.device = index, layout, plain, device
+        self.requires_grad, self.is_leaf = requires_grad, is_leaf
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.layout.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.layout.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        return self.layout.dtype
+
+    def __repr__(self) -> str:
+        """Short typed form."""
+        return str(self.layout)
+
+
+LocalProgram = Callable[..., Any]  # (ctx, *args, **kwargs) with local tensors for tensor arguments
+Localize = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]  # (ctx, *args, **kwargs) -> (args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an op allows.
+
+    Attributes:
+        ins: Labels of each tensor argument; an argument that is missing must be whole.
+        outs: Labels of each tensor result, in order.
+        reduce: The pending reduction that sharding a factor leaves when no result has it ("sum" when not
+            named); "none" if the local program settles it itself.
+        whole: Factors that must not be sharded.
+        special: Factors that may be sharded only by the ``local`` program.
+        divides: Factors that may be sharded only by a number of ranks that divides this.
+        linear: Sets of arguments that may have a pending sum together (the others being whole of it),
+            which the results then have.
+        addends: Arguments that are added once: kept on one rank where the result becomes a pending sum.
+        local: Local program to run in place of the op where a special factor is sharded.
+        always_local: Run ``local`` in any case.
+        localize: Makes the op's plain arguments local (view sizes, slice bounds).
+        out_shapes: Global shapes of the results, where labels do not tell.
+        view: The result aliases the first tensor argument.
+        gathers: Results whose labels hold no factor that was sharded are equal on all ranks even so.
+    """
+
+    ins: Mapping[Arg, Labels]
+    outs: tuple[Labels, ...]
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    special: frozenset[str] = frozenset()
+    divides: Mapping[str, int] = field(default_factory=dict)
+    linear: tuple[frozenset[Arg], ...] = ()
+    addends: frozenset[Arg] = frozenset()
+    local: LocalProgram | None = None
+    always_local: bool = False
+    localize: Localize | None = None
+    out_shapes: tuple[tuple[int, ...], ...] | None = None
+    view: bool = False
+
+
+def labels(text: str) -> Labels:
+    """``"b m k"`` as a tuple of labels."""
+    return tuple(text.split())
+
+
+def numbered(prefix: str, count: int) -> Labels:
+    """``count`` labels: prefix0, prefix1, ..."""
+    return tuple(f"{prefix}{i}" for i in range(count))
+
+
+def aligned(arg: Arg, names: Labels) -> Labels:
+    """Labels of an operand that broadcasts against a result with labels ``names``: aligned right."""
+    tail = names[len(names) - arg.ndim :]
+    return tuple(ONE if n == 1 else name for n, name in zip(arg.shape, tail))

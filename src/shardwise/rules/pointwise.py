@@ -1,0 +1,177 @@
+"""Elementwise ops: every dim is a factor of its own. ATen tags them; torch's names follow from its.
+
+A pending sum passes through what is linear: one factor of a product, both sides of a sum, a dividend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.rules.notation import Arg, Rule, aligned, numbered
+from shardwise.rules.registry import SPACES, lookup, rule
+
+# Linear in all tensor operands together (a scalar operand would be added once per rank: not linear).
+_SUMS = ("add", "sub", "subtract", "rsub")
+# Linear in each tensor operand alone.
+_PRODUCTS = ("mul", "multiply", "div", "divide", "true_divide")
+_LINEAR_UNARY = (
+    "neg", "negative", "positive", "clone", "real", "imag", "conj", "conj_physical", "deg2rad", "rad2deg",
+    "contiguous", "detach", "alias", "resolve_conj", "resolve_neg", "float", "double", "half", "bfloat16",
+)  # fmt: skip
+# Not tagged by ATen, or composite, but elementwise all the same; no float argument decides the program.
+_MORE = (
+    "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "mish", "softplus", "softsign", "tanhshrink",
+    "softshrink", "hardshrink", "logsigmoid", "elu", "selu", "celu", "gelu", "leaky_relu", "threshold", "relu",
+    "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "clip", "clamp",
+    "clamp_min", "clamp_max", "concat_", "divide", "fix", "floor_divide", "fmod", "greater", "greater_equal",
+    "less", "less_equal", "logical_and", "logical_or", "logical_not", "logical_xor", "multiply", "negative",
+    "not_equal", "square", "subtract", "true_divide", "where", "lerp", "isfinite", "isinf", "isnan", "isreal",
+    "isneginf", "isposinf", "float_power", "ldexp", "masked_fill", "sigmoid", "tanh", "copysign", "xlogy",
+    "nan_to_num", "addcmul", "addcdiv", "pow", "rsub", "bool", "byte", "char", "short", "int", "long", "float",
+    "double", "half", "bfloat16", "clone", "real", "imag", "conj", "conj_physical", "positive", "angle", "polar",
+    "complex", "sgn", "expm1", "log1p", "log_sigmoid", "erf", "erfc", "erfinv", "lgamma", "digamma", "mvlgamma",
+    "polygamma", "i0", "sinc", "logit", "expit", "heaviside", "hypot", "nextafter", "gcd", "lcm", "bitwise_and",
+    "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "frexp",
+    "fake_quantize_per_tensor_affine", "dequantize", "detach", "resolve_conj", "resolve_neg",
+)  # fmt: skip
+_OPERATORS = (
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__rsub__", "__rdiv__", "__rtruediv__", "__rpow__",
+    "__floordiv__", "__rfloordiv__", "__rmod__", "__and__", "__or__", "__xor__", "__rand__", "__ror__", "__rxor__",
+    "__invert__", "__lshift__", "__rshift__", "__rlshift__", "__rrshift__", "__add__", "__radd__", "__mul__", "__rmul__",
+    "__sub__", "__truediv__", "__mod__", "__pow__", "__neg__", "__abs__", "__div__", "__pos__",
+)  # fmt: skip
+# A value decides what is computed: keyed by value. (The rest passes floats at run time.)
+_KEYED = ("nan_to_num", "fake_quantize_per_tensor_affine", "mvlgamma", "polygamma")
+# Wrongly caught by the tag: results are random, or of another shape.
+_NOT = frozenset(("bernoulli", "normal", "dropout", "native_dropout", "rand_like", "randn_like", "randint_like", "copy"))
+
+
+def tensor_operands(*trees: Any) -> list[Arg]:
+    """The tensor arguments in a call's arguments, in order."""
+    out: list[Arg] = []
+    for x in trees:
+        if isinstance(x, Arg):
+            out.append(x)
+        elif isinstance(x, (tuple, list)):
+            out += tensor_operands(*x)
+        elif isinstance(x, dict):
+            out += tensor_operands(*x.values())
+    return out
+
+
+def elementwise(operands: list[Arg], linear: tuple[frozenset[Arg], ...] = (), results: int = 1) -> Rule:
+    """The rule of an op that broadcasts its operands and works element by element."""
+    shape = tuple(torch.broadcast_shapes(*(a.shape for a in operands)))
+    names = numbered("d", len(shape))
+    ins = {a: aligned(a, names) for a in operands}
+    return Rule(ins, (names,) * results, linear=linear, out_shapes=(shape,) * results)
+
+
+def pointwise(*args: Any, **kwargs: Any) -> Rule | None:
+    """Any elementwise op that is not linear."""
+    return elementwise(tensor_operands(args, kwargs))
+
+
+def linear_unary(x: Arg, *args: Any, **kwargs: Any) -> Rule:
+    """Elementwise and linear in its one operand."""
+    return elementwise([x], (frozenset([x]),))
+
+
+def pointwise_sum(*args: Any, **kwargs: Any) -> Rule:
+    """A sum of tensors: pending sums on all sides may stay."""
+    operands = tensor_operands(args, kwargs)
+    alone = len(operands) < 2 or any(a.shape != operands[0].shape for a in operands)
+    return elementwise(operands, () if alone else (frozenset(operands),))
+
+
+def pointwise_product(a: Any, b: Any = None, *args: Any, **kwargs: Any) -> Rule:
+    """A product or quotient: linear in one factor; a quotient only in the dividend."""
+    operands = tensor_operands(a, b, args, kwargs)
+    linear = tuple(frozenset([x]) for x in operands)
+    return elementwise(operands, linear)
+
+
+def pointwise_quotient(a: Any, b: Any = None, *args: Any, rounding_mode: str | None = None, **kwargs: Any) -> Rule:
+    """A quotient: linear in the dividend, unless it is rounded."""
+    operands = tensor_operands(a, b, args, kwargs)
+    linear = (frozenset([a]),) if isinstance(a, Arg) and rounding_mode is None else ()
+    return elementwise(operands, linear)
+
+
+def two_results(*args: Any, **kwargs: Any) -> Rule:
+    """Elementwise with two results (frexp)."""
+    return elementwise(tensor_operands(args, kwargs), results=2)
+
+
+def _cast(x: Arg, *args: Any, **kwargs: Any) -> Rule:
+    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+    others = tensor_operands(args, kwargs)
+    dtypes += [a.dtype for a in others]
+    exact = all(d.is_floating_point or d.is_complex for d in dtypes) and x.dtype.is_floating_point
+    names = numbered("d", x.ndim)
+    ins = {x: names} | {a: ("." ,) * a.ndim for a in others}
+    return Rule(ins, (names,), linear=(frozenset([x]),) if exact else ())
+
+
+def _copy_(x: Arg, src: Any, *args: Any, **kwargs: Any) -> Rule:
+    names = numbered("d", x.ndim)
+    operands = tensor_operands(src)
+    both = len(operands) == 1 and operands[0].shape == x.shape
+    ins = {x: names} | {a: aligned(a, names) for a in operands}
+    return Rule(ins, (names,), linear=(frozenset([x, *operands]),) if both else ())
+
+
+def _fill_(x: Arg, value: Any) -> Rule:
+    names = numbered("d", x.ndim)
+    return Rule({x: names} | {a: ("." ,) * a.ndim for a in tensor_operands(value)}, (names,))
+
+
+def _zero_(x: Arg) -> Rule:
+    return linear_unary(x)
+
+
+def _names() -> dict[str, Any]:
+    """Every elementwise name with its rule function."""
+    names: dict[str, Any] = {}
+    for packet in dir(torch.ops.aten):
+        if packet.startswith("_") or packet.endswith(("_", "_backward")) or packet in _NOT:
+            continue
+        op = getattr(torch.ops.aten, packet)
+        if not hasattr(op, "overloads"):
+            continue
+        if any(torch.Tag.pointwise in getattr(op, o).tags for o in op.overloads() if not o.endswith("out")):
+            names[packet] = pointwise
+    names |= dict.fromkeys(_MORE, pointwise) | dict.fromkeys(_OPERATORS, pointwise)
+    names |= dict.fromkeys(_SUMS, pointwise_sum) | dict.fromkeys(_PRODUCTS[:2], pointwise_product)
+    names |= dict.fromkeys(_PRODUCTS[2:], pointwise_quotient) | dict.fromkeys(_LINEAR_UNARY, linear_unary)
+    names |= {"__mul__": pointwise_product, "__rmul__": pointwise_product, "__add__": pointwise_sum}
+    names |= {"__sub__": pointwise_sum, "__radd__": pointwise_sum, "__rsub__": pointwise_sum}
+    names |= {"__truediv__": pointwise_quotient, "__neg__": linear_unary, "frexp": two_results}
+    names |= {"to": _cast, "type_as": _cast, "_to_copy": _cast, "type": _cast}
+    names.pop("copy", None)
+    return names
+
+
+def _register() -> None:
+    for name, fn in _names().items():
+        spaces = [s for s in SPACES if hasattr(s, name) and callable(getattr(s, name))]
+        found = [getattr(s, name) for s in spaces]
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None and hasattr(packet, "overloads"):
+            found += [getattr(packet, o) for o in packet.overloads() if not o.endswith("out")]
+        for f in dict.fromkeys(found):
+            if lookup(f) is None:
+                rule(f, lifts=name not in _KEYED)(fn)
+        for space in (torch.Tensor, torch, torch.nn.functional):
+            written = getattr(space, name + "_", None) if not name.startswith("__") else None
+            if written is not None and callable(written) and lookup(written) is None:
+                rule(written, lifts=name not in _KEYED, inplace=True)(fn)
+    for f in (torch.Tensor.copy_, torch.ops.aten.copy_.default):
+        rule(f, inplace=True)(_copy_)
+    rule(torch.Tensor.fill_, lifts=True, inplace=True)(_fill_)
+    rule(torch.Tensor.zero_, inplace=True)(_zero_)
+
+
+_register()

@@ -1,0 +1,88 @@
+"""``torch.autograd.backward`` and ``torch.autograd.grad`` on DTensors: run on the locals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.execute import mover
+from shardwise.errors import LayoutError, ShardError, UnsupportedError
+from shardwise.tensor.dtensor import DTensor, wrap_like
+from shardwise.tensor.gradients import seed
+from shardwise.tensor.overrides import override
+
+
+def _as_list(x: Any) -> list[Any]:
+    if x is None:
+        return []
+    return list(x) if isinstance(x, (tuple, list)) else [x]
+
+
+def _local(t: Any) -> Any:
+    return t._local if isinstance(t, DTensor) else t
+
+
+def _seeds(tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """For each output its gradient as a local tensor in the output's dual layout."""
+    out: list[Any] = []
+    for t, g in zip(tensors, grads):
+        if not isinstance(t, DTensor):
+            out.append(_local(g))
+        elif g is None:
+            if t._spec.shape.numel() != 1 and t._local.requires_grad:
+                raise ShardError(
+                    f"grad can be implicitly created only for scalar outputs, not for shape {tuple(t.shape)}; "
+                    "reduce it first, or pass a gradient"
+                )
+            out.append(seed(t._spec, t._local))
+        else:
+            out.append(_given(t, g))
+    return out
+
+
+def _given(t: DTensor, g: Any) -> Tensor:
+    dual = t._spec.layout.dual().with_dtype(g.dtype)
+    if tuple(g.shape) != tuple(t.shape):
+        raise LayoutError(f"a gradient of shape {tuple(g.shape)} for an output of shape {tuple(t.shape)}")
+    if isinstance(g, DTensor):
+        src = g._spec.layout if g._spec.layout.mesh is dual.mesh else g._spec.layout.on(dual.mesh)
+        local = g._local
+    else:
+        src, local = dual.replicated(), g
+    return mover(src, src.with_placement(dual.dims, dual.partial), t._spec.transport)(local)
+
+
+@override(torch.autograd.backward)
+def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Seed the outputs in their dual layouts and run on the locals."""
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    given = dict(zip(names, args)) | kwargs
+    tensors = _as_list(given.pop("tensors"))
+    grads = given.pop("grad_tensors", None)
+    grads = _as_list(grads) if grads is not None else [None] * len(tensors)
+    inputs = given.pop("inputs", None)
+    if inputs is not None:
+        given["inputs"] = [_local(t) for t in _as_list(inputs)]
+    torch.autograd.backward([_local(t) for t in tensors], _seeds(tensors, grads), **given)
+
+
+@override(torch.autograd.grad)
+def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradients in the dual layouts of the inputs; nothing is communicated for them."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    given = dict(zip(names, args)) | kwargs
+    if given.get("is_grads_batched"):
+        raise UnsupportedError("is_grads_batched with DTensors: call grad once per row instead")
+    outputs, inputs = _as_list(given.pop("outputs")), _as_list(given.pop("inputs"))
+    grads = given.pop("grad_outputs", None)
+    grads = _as_list(grads) if grads is not None else [None] * len(outputs)
+    got = torch.autograd.grad(
+        [_local(t) for t in outputs], [_local(t) for t in inputs], _seeds(outputs, grads), **given
+    )
+    return tuple(
+        wrap_like(g, t._spec.layout.dual(), t._spec.transport) if isinstance(t, DTensor) and g is not None else g
+        for t, g in zip(inputs, got)
+    )

@@ -1,0 +1,328 @@
+"""The slow path of a call: overrides, key, program cache, compile, and the bottom of the ladder.
+
+The ladder, top to bottom: a rule answers for the call itself; the call is traced into ATen calls and rules
+answer for those; the operands are gathered and the call runs whole, its results replicated. Every rung is
+right; the lower ones move more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.execute import mover
+from shardwise.comm.groups import Group
+from shardwise.comm.transport import Transport, current
+from shardwise.compat import (
+    DisableTorchFunction,
+    autocast_dtype,
+    functorch_active,
+    is_autocast_enabled,
+    kernel_flags,
+)
+from shardwise.errors import AliasError, LayoutError, ShardError, StrictError
+from shardwise.events import FallbackEvent, emit, observing
+from shardwise.layout.layout import Layout
+from shardwise.layout.mesh import Mesh, join
+from shardwise.program.compile import Program, compile_rule, fill, flat_results, slot
+from shardwise.program.modes import strict_mode
+from shardwise.program.spec import Spec, program_tables, spec_of
+from shardwise.rules.notation import Arg
+from shardwise.rules.registry import lookup
+from shardwise.tensor.checks import check_equal_on_all_ranks
+from shardwise.tensor.dtensor import DTensor, _mode, install, wrap, wrap_like
+from shardwise.tensor.overrides import OVERRIDES
+from shardwise.tensor.whole import functional_form, run_whole, write_into
+
+MAX_PROGRAMS = 16384
+
+
+class Call:
+    """One call taken apart: a tree of plain arguments with slots, the tensors, and the key."""
+
+    __slots__ = ("cacheable", "key", "kwargs", "mesh", "tensors", "transport", "tree")
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool) -> None:
+        self.tensors: list[Tensor] = []
+        self.key: list[Any] = [func]
+        self.cacheable = True
+        self.tree = tuple([self._take(a, lifts) for a in args])
+        self.kwargs: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            self.key.append(name)
+            self.kwargs[name] = self._take(value, lifts)
+        first = next(t for t in self.tensors if isinstance(t, DTensor))
+        self.transport = first._spec.transport
+
+    def _take(self, x: Any, lifts: bool) -> Any:
+        kind = type(x)
+        key = self.key
+        if isinstance(x, Tensor):
+            self.tensors.append(x)
+            if isinstance(x, DTensor):
+                key.append(x._spec)
+            else:
+                key.append(("plain", x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
+            return slot(len(self.tensors) - 1)
+        if kind is float or kind is complex:
+            key.append(kind if lifts else (kind, _exact(x)))
+            return x
+        if kind is tuple or kind is list or kind is torch.Size:
+            key.append((kind, len(x)))
+            return kind([self._take(y, lifts) for y in x]) if kind is not torch.Size else x_size(self, x)
+        if isinstance(x, tuple):  # a named tuple
+            key.append((kind, len(x)))
+            return kind(*[self._take(y, lifts) for y in x])
+        if kind is slice:
+            key.append("slice")
+            return slice(self._take(x.start, lifts), self._take(x.stop, lifts), self._take(x.step, lifts))
+        if kind is dict:
+            key.append(("dict", *x))
+            return {k: self._take(v, lifts) for k, v in x.items()}
+        if hasattr(x, "__array__") and hasattr(x, "ndim") and not isinstance(x, (int, float)):
+            return self._take(torch.as_tensor(x), lifts)
+        try:
+            hash(x)
+        except TypeError:
+            self.cacheable = False
+        else:
+            key.append((kind, x))
+        return x
+
+
+def x_size(call: Call, x: torch.Size) -> torch.Size:
+    """A Size holds ints only: keyed by value."""
+    call.key.append(tuple(x))
+    return x
+
+
+def _exact(x: float | complex) -> str:
+    """A number by its bits: NaNs alike, zeros of different sign apart."""
+    if isinstance(x, complex):
+        return f"{_exact(x.real)},{_exact(x.imag)}"
+    return "nan" if math.isnan(x) else x.hex()
+
+
+def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer a call that the hot path has no program for."""
+    special = OVERRIDES.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
+    if kwargs.get("out") is not None:
+        return into_out(func, args, kwargs)
+    entry = lookup(func)
+    call = Call(func, args, kwargs, entry is not None and entry.lifts)
+    table = program_tables(call.transport)[_mode()]
+    if is_autocast_enabled():
+        call.key.append(("autocast", autocast_dtype("cpu"), autocast_dtype("cuda")))
+    key = tuple(call.key)
+    program = table.get(key) if call.cacheable else None
+    if program is None:
+        return _compile_and_run(func, entry, call, key, table, args, kwargs)
+    return run(program, call, func, args, kwargs)
+
+
+def run(program: Any, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a program on a call's local tensors and wrap the results."""
+    if not isinstance(program, Program):
+        return program(call, args, kwargs)
+    locals_ = [t._local if isinstance(t, DTensor) else t for t in call.tensors]
+    for t in call.tensors:
+        _check_fresh(t)
+    return _wrap_results(program, program.run(locals_, call.tree, call.kwargs), call)
+
+
+def _check_fresh(t: Tensor) -> None:
+    stale = t.__dict__.get("_view_of") if isinstance(t, DTensor) else None
+    if stale is not None and stale[0]._version != stale[1]:
+        raise AliasError(
+            "this view needed communication, so it is a copy, and its base has been written to since; "
+            "take the view again after the write"
+        )
+
+
+def _compile_and_run(
+    func: Any, entry: Any, call: Call, key: tuple[Any, ...], table: dict[Any, Any], args: Any, kwargs: Any
+) -> Any:
+    if functorch_active() is not None:
+        raise ShardError(
+            f"torch.func transforms do not reach into DTensors ({getattr(func, '__name__', func)}); "
+            "apply them to local tensors inside local_map"
+        )
+    operands = _operands(call, func)
+    if entry is not None:
+        made = compile_rule(entry, func, operands, call.tree, call.kwargs, call.transport)
+        if made is not None:
+            program, layouts = made
+            _refuse_write_to_copy(program, call)
+            locals_ = [t._local if isinstance(t, DTensor) else t for t in call.tensors]
+            for t in call.tensors:
+                _check_fresh(t)
+            result = program.run(locals_, call.tree, call.kwargs)
+            _settle_outs(program, layouts, result, call.transport)
+            if call.cacheable:
+                _remember(table, key, program, func, call, args, kwargs, entry)
+            return _wrap_results(program, result, call)
+    return _descend(func, call, key, table, args, kwargs)
+
+
+def _descend(func: Any, call: Call, key: tuple[Any, ...], table: dict[Any, Any], args: Any, kwargs: Any) -> Any:
+    """No rule answered for the call itself: take the next rungs of the ladder."""
+    pure = functional_form(func)
+    if pure is not None and lookup(pure) is not None:
+        first = args[0].clone() if torch.is_grad_enabled() else args[0]  # what is saved must not change
+        return write_into(args[0], pure(first, *args[1:], **kwargs))
+
+    def whole(call: Call, args: Any, kwargs: Any) -> Any:
+        return run_whole(func, call.tensors, call.tree, call.kwargs)
+
+    result = whole(call, args, kwargs)
+    if call.cacheable:
+        table[key] = whole
+    return result
+
+
+def into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out=``: compute, then write into the given tensors, which keep their layouts."""
+    rest = {k: v for k, v in kwargs.items() if k != "out"}
+    result, out = func(*args, **rest), kwargs["out"]
+    targets = [out] if isinstance(out, Tensor) else list(out)
+    values = [result] if isinstance(result, Tensor) else list(result)
+    for target, value in zip(targets, values):
+        if not isinstance(target, DTensor) or not isinstance(value, DTensor):
+            raise LayoutError("out= next to DTensors must be a DTensor; make one with shardwise.empty")
+        if target.shape != value.shape:
+            raise LayoutError(f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}")
+        write_into(target, value)
+    return out
+
+
+def _remember(
+    table: dict[Any, Any], key: tuple[Any, ...], program: Program, func: Any, call: Call, args: Any, kwargs: Any, entry: Any
+) -> None:
+    if len(table) > MAX_PROGRAMS:
+        table.clear()
+    table[key] = program
+    if program.simple and not kwargs and not is_autocast_enabled():
+        fast = _fast_key(func, args, entry.lifts)
+        if fast is not None:
+            table[fast] = program
+
+
+def _fast_key(func: Any, args: tuple[Any, ...], lifts: bool) -> tuple[Any, ...] | None:
+    """The hot path's key for this call, if it has one."""
+    if not 1 <= len(args) <= 3 or type(args[0]) is not DTensor:
+        return None
+    if all(type(a) is DTensor for a in args):
+        return (func, *(a._spec for a in args))
+    if len(args) == 2 and type(args[1]) is float and lifts:
+        return func, args[0]._spec, float
+    if len(args) == 2 and type(args[1]) is int:
+        return func, args[0]._spec, int, args[1]
+    return None
+
+
+def _operands(call: Call, func: Any) -> list[Arg]:
+    """The tensor arguments as rules see them, on one mesh; checks plain ones."""
+    mesh = join([t._spec.layout.mesh for t in call.tensors if isinstance(t, DTensor)])
+    operands: list[Arg] = []
+    plain: list[tuple[int, Tensor]] = []
+    for i, t in enumerate(call.tensors):
+        if isinstance(t, DTensor):
+            layout = t._spec.layout
+            if layout.mesh is not mesh:
+                layout = layout.on(mesh)
+        else:
+            plain.append((i, t))
+            layout = Layout.of(mesh, None, t.shape, t.stride(), t.dtype)
+        operands.append(
+            Arg(i, layout, plain=not isinstance(t, DTensor), requires_grad=t.requires_grad, is_leaf=t.is_leaf, device=t.device)
+        )
+    if plain:
+        _check_plain(func, plain, mesh, call.transport)
+    return operands
+
+
+def _check_plain(func: Any, plain: list[tuple[int, Tensor]], mesh: Mesh, transport: Transport) -> None:
+    name = getattr(func, "__name__", str(func))
+    if strict_mode() and any(t.numel() > 1 for _, t in plain):
+        i = next(i for i, t in plain if t.numel() > 1)
+        raise StrictError(
+            f"{name}: argument {i} is a plain tensor next to a DTensor, which strict() forbids; "
+            "write distribute_tensor(x, mesh, placements) or DTensor.from_local(x, mesh, placements)"
+        )
+    if mesh.coordinate_of(transport.rank) is not None:
+        check_equal_on_all_ranks([(f"{name}: tensor argument {i}", t) for i, t in plain], mesh, transport)
+
+
+def _settle_outs(program: Program, layouts: list[Layout], result: Any, transport: Transport) -> None:
+    """Fix the results' specs: the dtype is that of the first local run; the shape must fit the box."""
+    specs: list[Spec] = []
+    for t, layout in zip(flat_results(result), layouts):
+        spec = spec_of(layout.with_dtype(t.dtype), transport)
+        if t.shape != spec.local_shape and spec.coord is not None:
+            raise ShardError(
+                f"{program.name}: the local result has shape {tuple(t.shape)}, the layout {layout} asks for "
+                f"{tuple(spec.local_shape)} here; the rule is wrong"
+            )
+        specs.append(spec)
+    program.outs = tuple(specs)
+    if program.simple:
+        if isinstance(result, Tensor):
+            program.out = specs[0]
+        else:
+            program.simple = False
+        if program.view and program.moved_view:
+            program.simple = False
+
+
+def _wrap_results(program: Program, result: Any, call: Call) -> Any:
+    if program.inplace:
+        return call.tensors[0]
+    assert program.outs is not None, "a compiled program knows its results"
+    specs = iter(program.outs)
+    wrapped = _rewrap(result, specs, program.view and not program.moved_view)
+    if program.moved_view:
+        base = call.tensors[0]
+        if isinstance(base, DTensor):
+            for t in flat_results(wrapped):
+                t.__dict__["_view_of"] = (base._local, base._local._version)
+    return wrapped
+
+
+def _rewrap(result: Any, specs: Any, view: bool) -> Any:
+    if isinstance(result, Tensor):
+        spec = next(specs)
+        if not view:
+            result = _in_stride_order(result, spec)
+        return wrap(result, spec)
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*[_rewrap(x, specs, view) for x in result])
+    if isinstance(result, (tuple, list)):
+        kind = type(result)
+        items = [_rewrap(x, specs, view) for x in result]
+        return kind(items) if kind in (tuple, list) else kind(items)
+    return result
+
+
+def _in_stride_order(local: Tensor, spec: Spec) -> Tensor:
+    """The local in the stride order of its layout (a copy where a kernel returned another)."""
+    if spec.stride is None:
+        return local if local.is_contiguous() else local.contiguous()
+    return local
+
+
+def _refuse_write_to_copy(program: Program, call: Call) -> None:
+    first = call.tensors[0] if call.tensors else None
+    if program.inplace and isinstance(first, DTensor) and "_view_of" in first.__dict__:
+        raise AliasError(
+            f"{program.name} would write into a view that needed communication: it is a copy, and the write "
+            "would not reach its base; write into the base (x[index] = value), or clone() the view first"
+        )
+
+
+install(handle)

@@ -1,0 +1,566 @@
+"""``DTensor``: the object, its properties, and the hot path of every call on it.
+
+A ``DTensor`` is a tensor without data that carries a local tensor and a spec. It never requires grad
+itself: autograd runs on the locals, and ``requires_grad``, ``grad``, ... read from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+import torch.utils.hooks
+
+from shardwise.comm.execute import mover
+from shardwise.comm.meshes import as_mesh
+from shardwise.comm.transport import Transport
+from shardwise.compat import (
+    DisableTorchFunction,
+    TensorBase,
+    add_foreach_type,
+    functorch_active,
+    is_autocast_enabled,
+    make_wrapper,
+)
+from shardwise.errors import AliasError, LayoutError, ShardError, UnsupportedError
+from shardwise.layout.boxes import restride
+from shardwise.layout.layout import Layout, parse
+from shardwise.layout.mesh import Mesh
+from shardwise.layout.placement import Placement
+from shardwise.program.modes import strict_mode
+from shardwise.program.spec import Spec, spec_of
+from shardwise.tensor.gradients import Leaf, leaf_of, watch
+
+_NO_KWARGS: dict[str, Any] = {}
+_SLOW: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+
+
+def install(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Give the hot path its slow path (``dispatch.py`` does, so that neither imports the other twice)."""
+    _SLOW[:] = [handler]
+
+
+class DTensor(torch.Tensor):
+    """A tensor on a mesh, with a layout. Written to like one tensor; each rank holds its piece.
+
+    Make one with ``distribute_tensor``, ``DTensor.from_local`` or a factory such as ``shardwise.ones``.
+    """
+
+    _local: Tensor
+    _spec: Spec
+
+    # -- calls ---------------------------------------------------------------------------------
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look one program up and run it on the locals; compile it the first time."""
+        if not kwargs:
+            n = len(args)
+            if n == 1:
+                a = args[0]
+                if type(a) is DTensor:
+                    spec = a._spec
+                    program = spec.programs[_mode()].get((func, spec))
+                    if program is not None:
+                        return _simple(program, func(a._local), a)
+            elif n == 2:
+                a, b = args
+                if type(a) is DTensor:
+                    spec = a._spec
+                    kind = type(b)
+                    if kind is DTensor:
+                        program = spec.programs[_mode()].get((func, spec, b._spec))
+                        if program is not None:
+                            return _simple(program, func(a._local, b._local), a)
+                    elif kind is float:
+                        program = spec.programs[_mode()].get((func, spec, float))
+                        if program is not None:
+                            return _simple(program, func(a._local, b), a)
+                    elif kind is int:
+                        program = spec.programs[_mode()].get((func, spec, int, b))
+                        if program is not None:
+                            return _simple(program, func(a._local, b), a)
+            elif n == 3:
+                a, b, c = args
+                if type(a) is DTensor and type(b) is DTensor and type(c) is DTensor:
+                    spec = a._spec
+                    program = spec.programs[_mode()].get((func, spec, b._spec, c._spec))
+                    if program is not None:
+                        return _simple(program, func(a._local, b._local, c._local), a)
+            return _SLOW[0](func, args, _NO_KWARGS)
+        return _SLOW[0](func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The door: calls that reach the dispatcher on the wrapper itself."""
+        return _SLOW[0](func, args, kwargs or {})
+
+    # -- what is where ---------------------------------------------------------------------------
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh."""
+        return self._spec.layout.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.layout.placements
+
+    @property
+    def layout(self) -> Layout:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The layout: accepted wherever placements are."""
+        return self._spec.layout
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """The local piece, under torch's private name (no autograd edge)."""
+        return self._local
+
+    # -- metadata, read without a call -------------------------------------------------------------
+    @property
+    def shape(self) -> torch.Size:
+        """Global shape."""
+        return self._spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype."""
+        return self._spec.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the local piece."""
+        return self._local.device
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self._spec.shape)
+
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return self._spec.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        """Global shape, or one of its entries."""
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def __len__(self) -> int:
+        """Size of the first dim."""
+        if not self._spec.shape:
+            raise ShardError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    # -- autograd: read from the local -------------------------------------------------------------
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the local requires grad; it does on all ranks or on none."""
+        return self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Ask for a gradient (or not) of this leaf."""
+        self._local.requires_grad_(requires_grad)
+        if requires_grad:
+            watch(self._local, self._spec)
+        return self
+
+    @property
+    def grad_fn(self) -> Any:
+        """Autograd node of the local."""
+        return self._local.grad_fn
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the local is a leaf."""
+        return self._local.is_leaf
+
+    @property
+    def retains_grad(self) -> bool:
+        """Whether a non-leaf keeps its gradient."""
+        return self._local.retains_grad
+
+    @property
+    def output_nr(self) -> int:
+        """Which result of its node the local is."""
+        return self._local.output_nr
+
+    @property
+    def _version(self) -> int:
+        """Version counter of the local."""
+        return self._local._version
+
+    @property
+    def grad(self) -> Any:
+        """The gradient, in the leaf's layout. Reading it never communicates.
+
+        Under ``no_sync`` it is a pending sum; so is the retained gradient of a replicated non-leaf.
+        """
+        local = self._local
+        leaf = leaf_of(local)
+        if leaf is not None:
+            return _leaf_grad(leaf)
+        if local.requires_grad and not local.is_leaf and not local.retains_grad:
+            return None
+        g = local.grad
+        if g is None:
+            return None
+        shown = self.__dict__.get("_shown_grad")
+        if shown is None or shown._local is not g:
+            shown = wrap_like(g, self._spec.layout.dual(), self._spec.transport)
+            self.__dict__["_shown_grad"] = shown
+        return shown
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        leaf = leaf_of(self._local)
+        self.__dict__.pop("_shown_grad", None)
+        if value is None:
+            if leaf is not None:
+                leaf.clear()
+            self._local.grad = None
+            return
+        if not isinstance(value, DTensor):
+            raise LayoutError("the gradient of a DTensor must be a DTensor; distribute_tensor makes it one")
+        if value.shape != self.shape:
+            raise LayoutError(f"a gradient of shape {tuple(value.shape)} for a tensor of shape {tuple(self.shape)}")
+        want = self._spec.layout if leaf is not None else self._spec.layout.dual()
+        local = place(value, want.dims, want.partial, self._spec.layout.mesh)
+        if leaf is None:
+            self._local.grad = local
+        else:
+            leaf.clear()
+            leaf.grad = local
+            if value._spec.layout.dims == want.dims and value._spec.layout.partial == want.partial:
+                leaf.shown = value
+
+    @property
+    def data(self) -> DTensor:
+        """The same values without autograd history."""
+        return wrap(self._local.data, self._spec)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        self._set_data(value)
+
+    def _set_data(self, value: Any) -> None:
+        """``p.data = value``: p keeps its layout; dtype and shape may change."""
+        if not isinstance(value, DTensor):
+            raise LayoutError("the data of a DTensor must be a DTensor; distribute_tensor makes it one")
+        own = self._spec.layout
+        if value.shape == self.shape and value.device_mesh == own.mesh:
+            local = place(value, own.dims, own.partial, own.mesh)
+            layout = own.with_dtype(value.dtype)
+        else:
+            local, layout = value._local, value._spec.layout
+        had = self._local
+        fresh = local.detach()
+        if had.is_leaf and had.requires_grad:
+            fresh.requires_grad_(True)
+        self._become(fresh, spec_of(layout, self._spec.transport))
+        if (old := leaf_of(had)) is not None:
+            watch(fresh, self._spec)
+            new = leaf_of(fresh)
+            if new is not None and layout.dtype == own.dtype and layout.shape == own.shape:
+                new.grad, new.pending, new.hooks = old.grad, old.pending, old.hooks
+        elif had.grad is not None and had.grad.shape == fresh.shape and had.grad.dtype == fresh.dtype:
+            fresh.grad = had.grad
+
+    def _become(self, local: Tensor, spec: Spec) -> None:
+        """Change into another tensor in place, the C++ side of the wrapper included."""
+        self.__dict__.pop("_shown_grad", None)
+        if spec.shape != self._spec.shape or spec.dtype != self._spec.dtype or spec.stride != self._spec.stride:
+            with DisableTorchFunction():
+                TensorBase.data.__set__(self, wrap(local, spec))
+        self._local, self._spec = local, spec
+
+    # -- crossings ---------------------------------------------------------------------------------
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: Any = None,
+        placements: Any = None,
+        *,
+        run_check: bool = True,
+        shape: Any = None,
+        stride: Any = None,
+        grad_placements: Any = None,
+    ) -> DTensor:
+        """A ``DTensor`` from each rank's piece. Differentiable.
+
+        Args:
+            local_tensor: This rank's piece.
+            device_mesh: The mesh; None is that of ``with mesh:``, else one over the world.
+            placements: Placements, spec or layout; None replicates.
+            run_check: One small exchange of shapes, dtypes and checksums of replicas, so that uneven
+                pieces give the right global shape and differing replicas raise. Without it nothing is
+                sent, and every rank's piece is *taken* to have this rank's size: the caller's promise.
+            shape: Global shape; skips the check.
+            stride: Global stride.
+            grad_placements: Layout in which the gradient reaches ``local_tensor``; by default that of the
+                value, with pending sums replicated.
+
+        Returns:
+            The distributed tensor; a pending ``avg`` is scaled and becomes a pending sum.
+
+        Raises:
+            LayoutError: The pieces contradict each other or the placements.
+        """
+        from_local = _CROSSINGS["from_local"]
+        return from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's piece. Differentiable.
+
+        Args:
+            grad_placements: Layout of the gradient that the local program will produce. Not given, the
+                gradient of a replicated piece is taken to be whole: equal on all ranks. That guess is
+                checked at its first backward, which raises if ranks differ.
+        """
+        local = self._local
+        if not (local.requires_grad and torch.is_grad_enabled()):
+            return local.view_as(local)
+        return _CROSSINGS["to_local"](self, grad_placements)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole value, on every rank."""
+        whole = self.redistribute(placements=self._spec.layout.replicated())
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Any = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same value in another layout. Differentiable.
+
+        Args:
+            device_mesh: The mesh; None keeps it.
+            placements: Placements, spec or layout; None replicates.
+            async_op: Accepted for torch's sake; the move is complete when this returns.
+            forward_dtype: Cast to this before moving.
+            backward_dtype: Cast gradients to this before moving them back.
+
+        Raises:
+            LayoutError: The placements do not fit.
+        """
+        spec = self._spec
+        key = ("redistribute", spec, device_mesh, placements if type(placements) is not list else tuple(placements))
+        try:
+            found = spec.programs[0].get(key)
+        except TypeError:  # an unhashable spec
+            key, found = None, None
+        if found is None or forward_dtype is not None or backward_dtype is not None:
+            return _CROSSINGS["redistribute"](self, key, device_mesh, placements, forward_dtype, backward_dtype)
+        move, out = found
+        local = move(self._local)
+        if local is self._local:
+            local = local.view_as(local)
+        return wrap(local, out)
+
+    # -- backward ----------------------------------------------------------------------------------
+    def backward(
+        self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """Compute gradients of the leaves; see ``torch.Tensor.backward``."""
+        torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """Call ``hook`` with the gradient, a DTensor in its true layout: the dual of this one's."""
+        spec = self._spec
+
+        def on_local(g: Tensor) -> Tensor | None:
+            seen = wrap_like(g, spec.layout.dual(), spec.transport)
+            got = hook(seen)
+            if got is None:
+                return None
+            if not isinstance(got, DTensor):
+                raise LayoutError("a hook on a DTensor must return a DTensor or None")
+            dual = spec.layout.dual()
+            return place(got, dual.dims, dual.partial, dual.mesh)
+
+        return self._local.register_hook(on_local)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """Call ``hook`` with this leaf after its gradient has been accumulated, and reduced."""
+        leaf = leaf_of(self._local)
+        if leaf is None:
+            return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+        handle = torch.utils.hooks.RemovableHandle(leaf.hooks)
+        leaf.hooks[handle.id] = lambda: hook(self)
+        return handle
+
+    def retain_grad(self) -> None:
+        """Keep the gradient of this non-leaf; it has the dual layout."""
+        self._local.retain_grad()
+
+    def __hash__(self) -> int:
+        """By identity, as torch's."""
+        return id(self)
+
+    def __bool__(self) -> bool:
+        """Truth of a one-element tensor."""
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        """Value of a one-element tensor."""
+        return float(self.item())
+
+    def __int__(self) -> int:
+        """Value of a one-element tensor."""
+        return int(self.item())
+
+    def __index__(self) -> int:
+        """Value of a one-element integer tensor."""
+        return self.item().__index__()
+
+    def __complex__(self) -> complex:
+        """Value of a one-element tensor."""
+        return complex(self.item())
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        """Rounded elementwise."""
+        return torch.round(self) if ndigits is None else torch.round(self, decimals=ndigits)
+
+    def item(self) -> Any:
+        """Value of a one-element tensor; reduces or gathers first, on all ranks."""
+        if self._spec.shape.numel() != 1:
+            raise ShardError(f"item() of a tensor of shape {tuple(self.shape)}: only one element can be a number")
+        return self.detach().full_tensor().item()
+
+    def tolist(self) -> Any:
+        """The whole value as nested lists."""
+        return self.detach().full_tensor().tolist()
+
+    def __format__(self, spec: str) -> str:
+        """Format a 0-d tensor as its number."""
+        return self.item().__format__(spec) if self.ndim == 0 else object.__format__(self, spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The local piece, the mesh and the placements; never communicates."""
+        where = ", ".join(map(repr, self.placements))
+        local = self._local.detach()
+        return f"DTensor(local_tensor={local}, shape={tuple(self.shape)}, device_mesh={self.device_mesh}, placements=({where}))"
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """The whole value as a numpy array."""
+        array = self.detach().full_tensor().cpu().numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A numpy view, of a tensor that every rank holds whole.
+
+        Raises:
+            AliasError: The tensor is sharded or has a pending reduction.
+        """
+        if not self._spec.layout.is_replicated:
+            raise AliasError(
+                f"numpy() would alias one piece of {self._spec.layout}; "
+                "use x.full_tensor().numpy() or x.to_local().numpy()"
+            )
+        return self._local.numpy(force=force)
+
+    def data_ptr(self) -> int:
+        """Address of the data, of a tensor that every rank holds whole.
+
+        Raises:
+            AliasError: The tensor is sharded or has a pending reduction.
+        """
+        if not self._spec.layout.is_replicated:
+            raise AliasError(
+                f"data_ptr() would be that of one piece of {self._spec.layout}; use x.to_local().data_ptr()"
+            )
+        return self._local.data_ptr()
+
+
+_CROSSINGS: dict[str, Callable[..., Any]] = {}
+
+
+def _mode() -> int:
+    """Which program table: autocast and strict calls have their own."""
+    return (2 if is_autocast_enabled() else 0) | (1 if strict_mode() else 0)
+
+
+def _simple(program: Any, out: Any, a: DTensor) -> Any:
+    """Wrap the one result of a simple program."""
+    spec = program.out
+    if program.inplace:
+        return a
+    if spec.stride is None and spec.device_type == "cpu":
+        r = make_wrapper(DTensor, spec.shape, dtype=spec.dtype)
+    else:
+        if program.contiguous_out and not out.is_contiguous():
+            out = out.contiguous()
+        r = make_wrapper(DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=out.device)
+    r._local, r._spec = out, spec
+    return r
+
+
+def wrap(local: Tensor, spec: Spec) -> DTensor:
+    """A DTensor of a local piece."""
+    r = make_wrapper(DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=local.device)
+    r._local, r._spec = local, spec
+    return r
+
+
+def wrap_like(local: Tensor, layout: Layout, transport: Transport) -> DTensor:
+    """A DTensor of a local piece whose dtype and stride order may differ from the layout's."""
+    if local.dtype != layout.dtype:
+        layout = layout.with_dtype(local.dtype)
+    order = restride(tuple(local.shape), layout.stride)
+    if 0 in layout.stride or any(s != o for s, o, n in zip(local.stride(), order, local.shape) if n > 1):
+        dense = local if local.is_contiguous() else local.contiguous()
+        local = dense
+        layout = Layout.of(layout.mesh, layout, layout.shape, None, layout.dtype)
+    return wrap(local, spec_of(layout, transport))
+
+
+def place(x: DTensor, dims: Any, partial: Any, mesh: Mesh) -> Tensor:
+    """The local piece of ``x`` in another placement on ``mesh``; differentiable."""
+    layout = x._spec.layout if x._spec.layout.mesh is mesh else x._spec.layout.on(mesh)
+    return mover(layout, layout.with_placement(dims, partial), x._spec.transport)(x._local)
+
+
+def _leaf_grad(leaf: Leaf) -> Any:
+    if leaf.shown is not None:
+        return leaf.shown
+    transport = leaf.spec.transport
+    own, dual = leaf.spec.layout, leaf.dual
+    if leaf.pending is None:
+        if leaf.grad is None:
+            return None
+        leaf.shown = wrap_like(leaf.grad, own, transport)
+    elif leaf.grad is None:
+        leaf.shown = wrap_like(leaf.pending, dual, transport)
+    else:  # reduced earlier, and more since: a pending sum of both
+        kept = mover(own, dual, transport)(leaf.grad)
+        leaf.shown = wrap_like(kept + leaf.pending, dual, transport)
+    return leaf.shown
+
+
+def resolve(device_mesh: Any, placements: Any, ndim: int) -> tuple[Mesh, Any, Any]:
+    """Mesh, axes per dim and pending reductions from what a user gave."""
+    mesh = as_mesh(device_mesh)
+    if isinstance(placements, DTensor):
+        raise LayoutError("placements must be placements, a spec or a layout; use x.placements or x.layout")
+    dims, partial = parse(mesh, placements, ndim)
+    return mesh, dims, partial
+
+
+add_foreach_type(DTensor)

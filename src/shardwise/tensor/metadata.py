@@ -1,0 +1,136 @@
+"""Calls about metadata, or about the object rather than its value."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.compat import DisableTorchFunction
+from shardwise.errors import UnsupportedError
+from shardwise.program.spec import spec_of
+from shardwise.tensor.dtensor import DTensor, wrap
+from shardwise.tensor.overrides import OVERRIDES, override
+
+_T = torch.Tensor
+
+# The wrapper's C++ side knows these: shape, stride and dtype are global there.
+_FROM_WRAPPER = [
+    _T.stride, _T.is_contiguous, _T.storage_offset, _T.element_size, _T.nelement, _T.ndimension, _T.numel, _T.dim,
+    _T.size, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_conj, _T.is_neg, _T.get_device, _T.is_inference,
+    _T.is_same_size, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_conj,
+    torch.is_neg, torch.is_same_size, torch.is_inference, _T.is_coalesced, _T.dense_dim, _T.sparse_dim, _T.dim_order,
+]  # fmt: skip
+_GETTERS = (
+    "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps",
+    "is_xpu", "is_xla", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "itemsize", "nbytes", "names", "name", "imag_",
+)  # fmt: skip
+
+
+def _from_wrapper(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+for _f in _FROM_WRAPPER:
+    OVERRIDES[_f] = _from_wrapper
+for _name in _GETTERS:
+    _descriptor = getattr(_T, _name, None)
+    if _descriptor is not None and hasattr(_descriptor, "__get__"):
+        OVERRIDES[_descriptor.__get__] = _from_wrapper
+
+
+def _view_getter(method: Any) -> Any:
+    def get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return method(args[0])
+
+    return get
+
+
+OVERRIDES[_T.T.__get__] = _view_getter(lambda x: x.permute(*reversed(range(x.ndim))))
+OVERRIDES[_T.mT.__get__] = _view_getter(lambda x: x.transpose(-2, -1))
+OVERRIDES[_T.H.__get__] = _view_getter(lambda x: x.transpose(-2, -1).conj() if x.ndim else x.conj())
+OVERRIDES[_T.mH.__get__] = _view_getter(lambda x: x.transpose(-2, -1).conj())
+OVERRIDES[_T.real.__get__] = _view_getter(lambda x: torch.real(x))
+OVERRIDES[_T.imag.__get__] = _view_getter(lambda x: torch.imag(x))
+
+
+@override(_T.__deepcopy__)
+def _deepcopy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, memo = args
+    if id(x) in memo:
+        return memo[id(x)]
+    local = x._local.detach().clone(memory_format=torch.preserve_format)
+    out = wrap(local, x._spec)
+    memo[id(x)] = out
+    if x.requires_grad:
+        out.requires_grad_()
+    g = x.grad
+    if g is not None:
+        out.grad = copy.deepcopy(g, memo)
+    for name, value in x.__dict__.items():
+        if name not in ("_local", "_spec", "_shown_grad", "_view_of"):
+            out.__dict__[name] = copy.deepcopy(value, memo)
+    return out
+
+
+def _rebuild(local: Tensor, layout: Any, requires_grad: bool, state: dict[str, Any]) -> DTensor:
+    """What pickle calls. The current rank reads back the piece it wrote."""
+    from shardwise.comm.transport import current
+
+    out = wrap(local, spec_of(layout, current()))
+    if requires_grad:
+        out.requires_grad_()
+    out.__dict__.update(state)
+    return out
+
+
+@override(_T.__reduce_ex__)
+def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    state = {k: v for k, v in x.__dict__.items() if k not in ("_local", "_spec", "_shown_grad", "_view_of")}
+    return _rebuild, (x._local.detach(), x._spec.layout, x.requires_grad, state)
+
+
+@override(_T.detach_)
+def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args[0]._local.detach_()
+    return args[0]
+
+
+@override(_T.untyped_storage, _T.storage, _T._typed_storage)
+def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x: Any = args[0]
+    if not x._spec.layout.is_replicated:
+        raise UnsupportedError(f"the storage of {x._spec.layout} is in pieces; use x.to_local() or x.full_tensor()")
+    return getattr(x._local, func.__name__)()
+
+
+@override(_T.apply_, _T.map_, _T.map2_, _T.share_memory_)
+def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedError(f"{func.__name__} works on memory, which a DTensor has in pieces; use x.to_local()")
+
+
+@override(_T.is_shared)
+def _is_shared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0]._local.is_shared()
+
+
+@override(_T.is_set_to)
+def _is_set_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0]._local.is_set_to(args[1]._local)
+
+
+@override(_T.cpu, _T.cuda)
+def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, want = args[0], func.__name__
+    if x.device.type == want:
+        return x
+    raise UnsupportedError(f"the device of a DTensor is that of its mesh ({x.device.type}); redistribute to a {want} mesh")
+
+
+@override(_T.new_tensor)
+def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]._local.new_tensor(*args[1:], **kwargs)

@@ -1,0 +1,117 @@
+"""The bottom of the ladder: gather the operands, run the call whole, keep the results replicated.
+
+Right for every deterministic call. What the call writes into is written back to where it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.execute import mover
+from shardwise.errors import AliasError, StrictError, UnsupportedError
+from shardwise.events import FallbackEvent, emit, observing, user_site
+from shardwise.layout.layout import Layout
+from shardwise.layout.mesh import join
+from shardwise.program.compile import fill
+from shardwise.program.modes import strict_mode
+from shardwise.program.spec import spec_of
+from shardwise.tensor.casts import onto
+from shardwise.tensor.dtensor import DTensor, place, wrap
+
+
+def run_whole(func: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call on whole operands."""
+    mesh = join([t._spec.layout.mesh for t in tensors if isinstance(t, DTensor)])
+    transport = next(t._spec.transport for t in tensors if isinstance(t, DTensor))
+    name = getattr(func, "__name__", str(func))
+    locals_: list[Tensor] = []
+    moved: list[bool] = []
+    for t in tensors:
+        local = onto(t, mesh)
+        if isinstance(t, DTensor):
+            layout = t._spec.layout if t._spec.layout.mesh is mesh else t._spec.layout.on(mesh)
+            move = mover(layout, layout.replicated(), transport)
+            if move.communicates and strict_mode():
+                raise StrictError(f"{name} has no rule for {layout}; strict() forbids to gather it and run whole")
+            if move.communicates and observing():
+                emit(FallbackEvent(name, f"no rule for {layout}", user_site()))
+            moved.append(bool(move.moves))
+            local = move(local)
+        else:
+            moved.append(False)
+        locals_.append(local)
+    versions = [t._version for t in locals_]
+    result = func(*fill(tree, locals_), **fill(kwargs, locals_))
+    for t, local, fresh, before in zip(tensors, locals_, moved, versions):
+        if fresh and local._version != before and isinstance(t, DTensor):
+            _write_back(name, t, local)
+
+    def rewrap(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return _wrap_whole(x, tensors, locals_, moved, mesh, transport)
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            return type(x)(*map(rewrap, x))
+        if isinstance(x, tuple) and type(x) is not tuple and type(x) is not torch.Size:  # torch.return_types
+            return type(x)([rewrap(y) for y in x])
+        if isinstance(x, (tuple, list)) and type(x) is not torch.Size:
+            return type(x)(map(rewrap, x))
+        return x
+
+    return rewrap(result)
+
+
+def _wrap_whole(x: Tensor, tensors: Any, locals_: Any, moved: Any, mesh: Any, transport: Any) -> Tensor:
+    for t, local in zip(tensors, locals_):
+        if x is local:
+            return t
+    if x.layout != torch.strided:
+        raise UnsupportedError(f"a result of layout {x.layout} cannot be a DTensor; use x.full_tensor() and go on there")
+    layout = Layout.of(mesh, None, x.shape, x.stride(), x.dtype)
+    out = wrap(x, spec_of(layout, transport))
+    if x._base is not None:
+        for t, local, fresh in zip(tensors, locals_, moved):
+            if fresh and isinstance(t, DTensor) and x.untyped_storage()._cdata == local.untyped_storage()._cdata:
+                out.__dict__["_view_of"] = (t._local, t._local._version)
+    return out
+
+
+def _write_back(name: str, target: DTensor, whole: Tensor) -> None:
+    """Bring what was written into the gathered copy back to the pieces."""
+    if "_view_of" in target.__dict__:
+        raise AliasError(f"{name} would write into a view that needed communication; write into its base instead")
+    layout = target._spec.layout
+    if tuple(whole.shape) != layout.shape:
+        raise UnsupportedError(f"{name} changes the shape of a DTensor in place; use the form that returns a result")
+    back = mover(layout.replicated(), layout, target._spec.transport)
+    target._local.copy_(back(whole))
+
+
+def write_into(target: DTensor, value: DTensor) -> DTensor:
+    """``target.copy_(value)`` for a value of the same shape: the target keeps its layout."""
+    if "_view_of" in target.__dict__:
+        raise AliasError(
+            "this would write into a view that needed communication: it is a copy, and the write would not "
+            "reach its base; write into the base (x[index] = value), or clone() the view first"
+        )
+    layout = target._spec.layout
+    if value.shape != target.shape:
+        value = value.expand(target.shape)
+    target._local.copy_(place(value, layout.dims, layout.partial, layout.mesh))
+    return target
+
+
+_IN_PLACE_OPERATORS = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
+
+
+def functional_form(func: Any) -> Any:
+    """The method that computes what an in-place method writes, or None."""
+    name = getattr(func, "__name__", "")
+    if name in _IN_PLACE_OPERATORS:
+        return getattr(torch.Tensor, _IN_PLACE_OPERATORS[name])
+    if name.startswith("__") and name.endswith("__") or not name.endswith("_"):
+        return None
+    return getattr(torch.Tensor, name[:-1], None) or getattr(torch, name[:-1], None)

@@ -1,0 +1,3 @@
+"""Checks that users can run on their own rules too."""
+
+from shardwise.testing.sweep import Failure as Failure, check as check, sweep as sweep
