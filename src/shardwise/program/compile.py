@@ -35,11 +35,28 @@ class Program:
         ctx: Passed first to ``func`` when it is a rule's local program; else None.
         template: Localized plain arguments with ``Slot``s for tensors; None to use the call's own.
         outs: Specs of the results; None when they are replicated and of a shape known only at run time.
-        simple: The hot path may call ``func`` itself on the locals and wrap its one result.
+        simple: The hot path may call ``func`` itself on the locals and wrap the result.
+        rest: Plain arguments after the one tensor, localized, for the hot path; else None.
+        dense: The layout is row-major but the kernel returned something else: copy.
         moved_view: Results alias a moved copy of the first argument, not the argument.
     """
 
-    __slots__ = ("ctx", "func", "inplace", "moved_view", "movers", "name", "out", "outs", "simple", "template", "view")
+    __slots__ = (
+        "ctx",
+        "dense",
+        "func",
+        "inplace",
+        "moved_view",
+        "movers",
+        "name",
+        "out",
+        "outs",
+        "rest",
+        "simple",
+        "template",
+        "view",
+        "wrap_many",
+    )
 
     def __init__(self, func: Any, movers: tuple[Step | None, ...]) -> None:
         self.func, self.movers = func, movers
@@ -52,6 +69,9 @@ class Program:
         self.inplace = False
         self.view = False
         self.moved_view = False
+        self.rest: tuple[Any, ...] | None = None
+        self.dense = False
+        self.wrap_many: Callable[[Any], Any] | None = None
 
     def run(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on local tensors; ``args`` and ``kwargs`` hold ``Slot``s for them."""
@@ -170,13 +190,19 @@ def compile_rule(
             program.func, program.ctx = rule.local, ctx
         elif rule.localize is not None and choice.axes:
             program.template = rule.localize(ctx, *args, **kwargs)
-    program.simple = (
-        program.ctx is None
-        and program.template is None
-        and all(m is None for m in movers)
-        and len(layouts) == 1
-    )
+    program.simple = program.ctx is None and all(m is None for m in movers)
+    if program.simple and program.template is not None:
+        program.simple = _one_tensor_first(program.template)
+        program.rest = program.template[0][1:] if program.simple else None
     return program, layouts
+
+
+def _one_tensor_first(template: tuple[Any, dict[str, Any]]) -> bool:
+    """Whether the call is ``func(tensor, plain, plain, ...)``, by position."""
+    args, kwargs = template
+    rest = args[1:]
+    nested = any(isinstance(a, (list, tuple)) and any(isinstance(x, Slot) for x in a) for a in rest)
+    return not kwargs and isinstance(args[0], Slot) and not nested and not any(isinstance(a, Slot) for a in rest)
 
 
 def _out_layouts(

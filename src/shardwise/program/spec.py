@@ -9,7 +9,7 @@ import torch
 from shardwise.comm.transport import Transport
 from shardwise.layout.layout import Layout
 
-MODES = 16  # one program table for each combination of grad mode, autocast, strict, functional rng
+MODES = 5  # a program table for each of autocast x strict, and the one of simple programs
 
 
 class Spec:
@@ -26,15 +26,22 @@ class Spec:
         dtype: The dtype.
         device_type: The mesh's device type.
         programs: The rank's program tables, one per mode.
+        fast: The rank's table of simple programs, which hold in every mode.
+        guards: The spec that this one stands for, of a tensor that must be checked at each use (a view
+            that is a copy); such a spec is in no table, so the hot path never hits. Else None.
+        plain: A wrapper needs no stride and no device: row-major on CPU.
     """
 
     __slots__ = (
         "coord",
         "device_type",
         "dtype",
+        "fast",
+        "guards",
         "layout",
         "local_shape",
         "offsets",
+        "plain",
         "programs",
         "shape",
         "stride",
@@ -54,6 +61,9 @@ class Spec:
             self.offsets, sizes = layout.box(self.coord)
             self.local_shape = torch.Size(sizes)
         self.programs: tuple[dict[Any, Any], ...] = program_tables(transport)
+        self.fast: dict[Any, Any] = self.programs[-1]
+        self.guards: Spec | None = None
+        self.plain = self.stride is None and self.device_type == "cpu"
 
     def __repr__(self) -> str:
         """Layout and coordinate."""
@@ -77,3 +87,10 @@ def spec_of(layout: Layout, transport: Transport) -> Spec:
             table.clear()
         found = table[layout] = Spec(layout, transport)
     return found
+
+
+def guarded(spec: Spec) -> Spec:
+    """A spec of its own for a tensor that the slow path must check at each use."""
+    out = Spec(spec.layout, spec.transport)
+    out.guards, out.fast = spec.guards or spec, {}
+    return out

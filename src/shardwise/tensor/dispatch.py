@@ -30,11 +30,11 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
 from shardwise.program.compile import Program, compile_rule, fill, flat_results, slot
 from shardwise.program.modes import strict_mode
-from shardwise.program.spec import Spec, program_tables, spec_of
+from shardwise.program.spec import Spec, guarded, program_tables, spec_of
 from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
 from shardwise.tensor.checks import check_equal_on_all_ranks
-from shardwise.tensor.dtensor import DTensor, _mode, install, wrap, wrap_like
+from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
 from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.whole import functional_form, run_whole, write_into
 
@@ -64,7 +64,7 @@ class Call:
         if isinstance(x, Tensor):
             self.tensors.append(x)
             if isinstance(x, DTensor):
-                key.append(x._spec)
+                key.append(x._spec.guards or x._spec)
             else:
                 key.append(("plain", x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
             return slot(len(self.tensors) - 1)
@@ -116,7 +116,7 @@ def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return into_out(func, args, kwargs)
     entry = lookup(func)
     call = Call(func, args, kwargs, entry is not None and entry.lifts)
-    table = program_tables(call.transport)[_mode()]
+    table = program_tables(call.transport)[mode()]
     if is_autocast_enabled():
         call.key.append(("autocast", autocast_dtype("cpu"), autocast_dtype("cuda")))
     key = tuple(call.key)
@@ -207,23 +207,13 @@ def _remember(
     if len(table) > MAX_PROGRAMS:
         table.clear()
     table[key] = program
-    if program.simple and not kwargs and not is_autocast_enabled():
-        fast = _fast_key(func, args, entry.lifts)
+    if program.simple and not is_autocast_enabled():
+        fast = fast_key(func, args, kwargs, entry.lifts)
         if fast is not None:
+            table = call.transport.state["programs"][-1]
+            if len(table) > MAX_PROGRAMS:
+                table.clear()
             table[fast] = program
-
-
-def _fast_key(func: Any, args: tuple[Any, ...], lifts: bool) -> tuple[Any, ...] | None:
-    """The hot path's key for this call, if it has one."""
-    if not 1 <= len(args) <= 3 or type(args[0]) is not DTensor:
-        return None
-    if all(type(a) is DTensor for a in args):
-        return (func, *(a._spec for a in args))
-    if len(args) == 2 and type(args[1]) is float and lifts:
-        return func, args[0]._spec, float
-    if len(args) == 2 and type(args[1]) is int:
-        return func, args[0]._spec, int, args[1]
-    return None
 
 
 def _operands(call: Call, func: Any) -> list[Arg]:
@@ -249,7 +239,7 @@ def _operands(call: Call, func: Any) -> list[Arg]:
 
 def _check_plain(func: Any, plain: list[tuple[int, Tensor]], mesh: Mesh, transport: Transport) -> None:
     name = getattr(func, "__name__", str(func))
-    if strict_mode() and any(t.numel() > 1 for _, t in plain):
+    if strictmode() and any(t.numel() > 1 for _, t in plain):
         i = next(i for i, t in plain if t.numel() > 1)
         raise StrictError(
             f"{name}: argument {i} is a plain tensor next to a DTensor, which strict() forbids; "
@@ -271,13 +261,14 @@ def _settle_outs(program: Program, layouts: list[Layout], result: Any, transport
             )
         specs.append(spec)
     program.outs = tuple(specs)
-    if program.simple:
-        if isinstance(result, Tensor):
-            program.out = specs[0]
-        else:
-            program.simple = False
-        if program.view and program.moved_view:
-            program.simple = False
+    if not program.simple or program.inplace:
+        return
+    if isinstance(result, Tensor):
+        program.out = specs[0]
+        program.dense = specs[0].stride is None and not program.view and not result.is_contiguous()
+    else:
+        view = program.view
+        program.wrap_many = lambda result: _rewrap(result, iter(program.outs or ()), view)
 
 
 def _wrap_results(program: Program, result: Any, call: Call) -> Any:
@@ -291,6 +282,7 @@ def _wrap_results(program: Program, result: Any, call: Call) -> Any:
         if isinstance(base, DTensor):
             for t in flat_results(wrapped):
                 t.__dict__["_view_of"] = (base._local, base._local._version)
+                t._spec = guarded(t._spec)
     return wrapped
 
 

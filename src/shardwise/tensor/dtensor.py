@@ -59,38 +59,64 @@ class DTensor(torch.Tensor):
         """Look one program up and run it on the locals; compile it the first time."""
         if not kwargs:
             n = len(args)
-            if n == 1:
-                a = args[0]
-                if type(a) is DTensor:
-                    spec = a._spec
-                    program = spec.programs[_mode()].get((func, spec))
-                    if program is not None:
-                        return _simple(program, func(a._local), a)
-            elif n == 2:
+            if n == 2:
                 a, b = args
                 if type(a) is DTensor:
                     spec = a._spec
                     kind = type(b)
                     if kind is DTensor:
-                        program = spec.programs[_mode()].get((func, spec, b._spec))
+                        program = spec.fast.get((func, spec, b._spec))
                         if program is not None:
-                            return _simple(program, func(a._local, b._local), a)
+                            return _finish(program, func(a._local, b._local), a)
                     elif kind is float:
-                        program = spec.programs[_mode()].get((func, spec, float))
+                        program = spec.fast.get((func, spec, float))
                         if program is not None:
-                            return _simple(program, func(a._local, b), a)
-                    elif kind is int:
-                        program = spec.programs[_mode()].get((func, spec, int, b))
-                        if program is not None:
-                            return _simple(program, func(a._local, b), a)
-            elif n == 3:
-                a, b, c = args
-                if type(a) is DTensor and type(b) is DTensor and type(c) is DTensor:
+                            return _finish(program, func(a._local, b), a)
+            elif n == 1:
+                a = args[0]
+                if type(a) is DTensor:
                     spec = a._spec
-                    program = spec.programs[_mode()].get((func, spec, b._spec, c._spec))
+                    program = spec.fast.get((func, spec))
                     if program is not None:
-                        return _simple(program, func(a._local, b._local, c._local), a)
-            return _SLOW[0](func, args, _NO_KWARGS)
+                        return _finish(program, func(a._local), a)
+            kwargs = _NO_KWARGS
+        key: list[Any] = [func]
+        local_args: list[Any] = []
+        first: Any = None
+        for a in args:
+            kind = type(a)
+            if kind is DTensor:
+                if first is None:
+                    first = a
+                key.append(a._spec)
+                local_args.append(a._local)
+            elif kind is list or (kind is tuple and a and isinstance(a[0], Tensor)):
+                first = _flatten_list(a, key, local_args, first)
+            else:
+                key.append(kind)
+                key.append(a)
+                local_args.append(a)
+        if first is not None:
+            local_kwargs = kwargs
+            if kwargs:
+                local_kwargs = kwargs.copy()
+                for name, a in kwargs.items():
+                    key.append(name)
+                    if type(a) is DTensor:
+                        key.append(a._spec)
+                        local_kwargs[name] = a._local
+                    else:
+                        key.append(type(a))
+                        key.append(a)
+            try:
+                program = first._spec.fast.get(tuple(key))
+            except TypeError:  # an argument that cannot be hashed
+                program = None
+            if program is not None:
+                rest = program.rest
+                if rest is not None:
+                    return _finish(program, func(first._local, *rest), first)
+                return _finish(program, func(*local_args, **local_kwargs), first)
         return _SLOW[0](func, args, kwargs)
 
     @classmethod
@@ -492,22 +518,63 @@ class DTensor(torch.Tensor):
 _CROSSINGS: dict[str, Callable[..., Any]] = {}
 
 
-def _mode() -> int:
+def _flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any) -> Any:
+    """Add a list argument to the key and the local arguments."""
+    key.append(len(items))
+    taken: list[Any] = []
+    for x in items:
+        if type(x) is DTensor:
+            if first is None:
+                first = x
+            key.append(x._spec)
+            taken.append(x._local)
+        else:
+            key.append(type(x))
+            key.append(x)
+            taken.append(x)
+    local_args.append(taken if type(items) is list else tuple(taken))
+    return first
+
+
+def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool) -> tuple[Any, ...] | None:
+    """The hot path's key for a call, or None where a float that changes at every call would be part of it."""
+    if len(args) == 2 and not kwargs and type(args[0]) is DTensor and type(args[1]) is float:
+        return (func, args[0]._spec, float) if lifts else None
+    if lifts and any(type(a) in (float, complex) for a in (*args, *kwargs.values())):
+        return None
+    key: list[Any] = [func]
+    for a in args:
+        if type(a) is DTensor:
+            key.append(a._spec)
+        elif type(a) is list or (type(a) is tuple and a and isinstance(a[0], Tensor)):
+            _flatten_list(a, key, [], None)
+        else:
+            key += (type(a), a)
+    for name, a in kwargs.items():
+        key += (name, a._spec) if type(a) is DTensor else (name, type(a), a)
+    if any(isinstance(k, Tensor) for k in key):  # plain tensors are told apart on the slow path only
+        return None
+    return tuple(key)
+
+
+def mode() -> int:
     """Which program table: autocast and strict calls have their own."""
     return (2 if is_autocast_enabled() else 0) | (1 if strict_mode() else 0)
 
 
-def _simple(program: Any, out: Any, a: DTensor) -> Any:
-    """Wrap the one result of a simple program."""
+def _finish(program: Any, out: Any, a: DTensor) -> Any:
+    """Wrap the result of a simple program."""
     spec = program.out
-    if program.inplace:
-        return a
-    if spec.stride is None and spec.device_type == "cpu":
+    if spec is None:
+        return a if program.inplace else program.wrap_many(out)
+    if out.dtype is not spec.dtype:  # autocast
+        return wrap_like(out, spec.layout, spec.transport)
+    if spec.plain:
         r = make_wrapper(DTensor, spec.shape, dtype=spec.dtype)
     else:
-        if program.contiguous_out and not out.is_contiguous():
-            out = out.contiguous()
         r = make_wrapper(DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=out.device)
+    if program.dense and not out.is_contiguous():
+        out = out.contiguous()
     r._local, r._spec = out, spec
     return r
 

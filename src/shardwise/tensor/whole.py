@@ -18,7 +18,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import join
 from shardwise.program.compile import fill
 from shardwise.program.modes import strict_mode
-from shardwise.program.spec import spec_of
+from shardwise.program.spec import guarded, spec_of
 from shardwise.tensor.casts import onto
 from shardwise.tensor.dtensor import DTensor, place, wrap
 
@@ -76,6 +76,7 @@ def _wrap_whole(x: Tensor, tensors: Any, locals_: Any, moved: Any, mesh: Any, tr
         for t, local, fresh in zip(tensors, locals_, moved):
             if fresh and isinstance(t, DTensor) and x.untyped_storage()._cdata == local.untyped_storage()._cdata:
                 out.__dict__["_view_of"] = (t._local, t._local._version)
+                out._spec = guarded(out._spec)
     return out
 
 
