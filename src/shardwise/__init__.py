@@ -10,4 +10,5 @@ from shardwise.simulate import simulate as simulate
 from shardwise.tensor.create import distribute_module as distribute_module, distribute_tensor as distribute_tensor
 from shardwise.tensor import dispatch
 from shardwise.tensor.dtensor import DTensor as DTensor
+from shardwise.tensor.local_map import local_map as local_map
 from shardwise.tensor.gradients import no_sync as no_sync

@@ -25,14 +25,38 @@ MeshError: the operands of aten.mm live on meshes that cannot be combined.
   try    - w.redistribute(x.device_mesh, [Replicate(), Shard(0)])
 ```
 
-Inner code raises the first line; `explain` lays out the rest.
+Inner code raises the first line, and with ``tries=`` what to do; where it happened is filled in at one
+place, `shardwise.tensor.explain`, on the way out.
 """
 
 from collections.abc import Iterable, Mapping
 
 
 class ShardError(Exception):
-    """Base of everything that shardwise raises on purpose."""
+    """Base of everything that shardwise raises on purpose.
+
+    Args:
+        what: The first line of the message.
+        tries: What to do about it, one line each.
+
+    Attributes:
+        where: Label to text ("in", "at", "mesh"), filled in on the way out; empty before.
+        tries: As given.
+
+    Example:
+        >>> raise LayoutError("Shard(dim=2) on a tensor with 2 dims")
+        Traceback (most recent call last):
+        ...
+        shardwise.errors.LayoutError: Shard(dim=2) on a tensor with 2 dims
+    """
+
+    def __init__(self, what: str = "", *, tries: Iterable[str] = ()) -> None:
+        super().__init__(what)
+        self.where: dict[str, str] = {}
+        self.tries = tuple(tries)
+
+    def __str__(self) -> str:
+        return explain(self.args[0] if self.args else "", self.where, self.tries)
 
 
 class LayoutError(ShardError, ValueError):

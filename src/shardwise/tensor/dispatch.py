@@ -35,6 +35,7 @@ from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
 from shardwise.tensor.checks import check_equal_on_all_ranks
 from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
+from shardwise.tensor.explain import located
 from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.whole import functional_form, run_whole, write_into
 
@@ -108,7 +109,15 @@ def _exact(x: float | complex) -> str:
 
 
 def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a call that the hot path has no program for."""
+    """Answer a call that the hot path has no program for; what it raises says where."""
+    try:
+        return _answer(func, args, kwargs)
+    except ShardError as error:
+        located(error, func, args, kwargs)
+        raise
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     special = OVERRIDES.get(func)
     if special is not None:
         return special(func, args, kwargs)

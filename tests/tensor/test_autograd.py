@@ -1,0 +1,802 @@
+"""The autograd surface of ``torch.Tensor`` on DTensors, against plain torch in float64."""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import math
+from typing import Any
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import (
+    CommLog,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    no_sync,
+    simulate,
+)
+from shardwise.errors import LayoutError, ShardError
+from shardwise.testing.sweep import lay_out
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+# Every way to hold a matrix on one axis, and the ones on two that mix them.
+PLACED = [
+    ((2,), (R,)),
+    ((2,), (S0,)),
+    ((2,), (P,)),
+    ((4,), (S1,)),
+    ((4,), (R,)),
+    ((2, 2), (R, S0)),
+    ((2, 2), (S0, S1)),
+    ((2, 2), (S1, P)),
+    ((2, 2), (S0, S0)),
+]
+placed = pytest.mark.parametrize(("shape", "ps"), PLACED, ids=str)
+
+
+def on_mesh(shape: tuple[int, ...], fn: Callable[[Any], Any]) -> list[Any]:
+    """Run ``fn(mesh)`` on the virtual ranks of a mesh."""
+    return simulate(lambda: fn(init_device_mesh("cpu", shape)), math.prod(shape))
+
+
+def close(got: Any, want: Tensor) -> None:
+    """The whole value of ``got`` is ``want``."""
+    assert isinstance(got, DTensor)
+    assert tuple(got.shape) == tuple(want.shape)
+    torch.testing.assert_close(got.detach().full_tensor(), want.detach(), rtol=1e-9, atol=1e-9)
+
+
+def pair() -> tuple[Tensor, Tensor]:
+    """A leaf of odd size and a weight, on one device."""
+    return torch.randn(5, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+
+
+def leaves(mesh: Any, ps: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, DTensor, DTensor]:
+    """Plain leaves and their distributed twins; the weight is replicated."""
+    px, pw = x.clone().requires_grad_(), w.clone().requires_grad_()
+    dx = lay_out(x, mesh, ps).requires_grad_()
+    dw = distribute_tensor(w, mesh).requires_grad_()
+    return px, pw, dx, dw
+
+
+def loss(x: Any, w: Any) -> Any:
+    return ((x @ w).tanh() * x).sum()
+
+
+# -- leaves ---------------------------------------------------------------------------------------
+
+
+@placed
+def test_gradients_have_the_layout_of_their_leaf_and_accumulate(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        for _ in range(3):
+            loss(px, pw).backward()
+            loss(dx, dw).backward()
+            close(dx.grad, px.grad)
+            close(dw.grad, pw.grad)
+            assert dx.grad.placements == dx.placements
+            assert dw.grad.placements == dw.placements
+            assert dx.grad is dx.grad
+
+    on_mesh(shape, fn)
+
+
+def test_each_backward_reduces_once() -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        dx = distribute_tensor(x, mesh, [S0])
+        dw = distribute_tensor(w, mesh).requires_grad_()
+        for _ in range(3):
+            out = (dx @ dw).sum()
+            with CommLog() as log:
+                out.backward()
+            assert log.count("all_reduce") == 1
+
+    on_mesh((2,), fn)
+
+
+@placed
+def test_zero_grad_both_ways(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        for set_to_none in (False, True, False):
+            loss(px, pw).backward()
+            loss(dx, dw).backward()
+            close(dx.grad, px.grad)
+            close(dw.grad, pw.grad)
+            for p, q in (([px, pw], torch.optim.SGD([px, pw])), ([dx, dw], torch.optim.SGD([dx, dw]))):
+                q.zero_grad(set_to_none=set_to_none)
+                assert all((t.grad is None) == set_to_none for t in p)
+            if not set_to_none:
+                close(dx.grad, px.grad)
+        loss(px, pw).backward()
+        loss(dx, dw).backward()
+        close(dx.grad, px.grad)
+
+    on_mesh(shape, fn)
+
+
+@placed
+def test_no_sync_then_synced_backward(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        loss(px, pw).backward()
+        loss(dx, dw).backward()
+        reduced = loss(dx, dw)
+        with no_sync(), CommLog():
+            reduced.backward()
+        loss(px, pw).backward()
+        if len(shape) == 1:
+            assert dw.grad.placements == (P,)
+        close(dw.grad, pw.grad)  # read while pending
+        close(dx.grad, px.grad)
+        with no_sync():
+            loss(dx, dw).backward()
+        loss(px, pw).backward()
+        close(dw.grad, pw.grad)
+        loss(px, pw).backward()
+        loss(dx, dw).backward()
+        close(dx.grad, px.grad)
+        close(dw.grad, pw.grad)
+        assert dw.grad.placements == dw.placements
+
+    on_mesh(shape, fn)
+
+
+def test_no_sync_saves_the_reductions() -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        dx = distribute_tensor(x, mesh, [S0])
+        dw = distribute_tensor(w, mesh).requires_grad_()
+        with CommLog() as log:
+            with no_sync():
+                for _ in range(3):
+                    (dx @ dw).sum().backward()
+            assert log.count() == 0
+            assert dw.grad.placements == (P,)
+            assert log.count() == 0
+            (dx @ dw).sum().backward()
+        assert log.count("all_reduce") == 1
+        close(dw.grad, 4 * (x.sum(0)[:, None].expand(3, 3)))
+
+    on_mesh((4,), fn)
+
+
+@placed
+def test_requires_grad_can_be_toggled(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        for t in (px, dx):
+            t.requires_grad_(False)
+            assert not t.requires_grad
+            t.requires_grad = True
+            t.requires_grad_().requires_grad_()
+        pw.requires_grad_(False)
+        dw.requires_grad_(False)
+        loss(px, pw).backward()
+        loss(dx, dw).backward()
+        close(dx.grad, px.grad)
+        assert dw.grad is None
+        pw.requires_grad_()
+        dw.requires_grad_()
+        loss(px, pw).backward()
+        loss(dx, dw).backward()
+        close(dx.grad, px.grad)
+        close(dw.grad, pw.grad)
+        y = dx * 2
+        with pytest.raises(RuntimeError, match="leaf"):
+            y.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="floating"):
+            distribute_tensor(torch.arange(3), mesh).requires_grad_()
+
+    on_mesh(shape, fn)
+
+
+def test_grad_can_be_set() -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        _, _, dx, dw = leaves(mesh, (S0,), x, w)
+        g = torch.randn(3, 3, dtype=torch.float64)
+        dw.grad = distribute_tensor(g, mesh, [S1])
+        assert dw.grad.placements == (R,)
+        close(dw.grad, g)
+        loss(dx, dw).backward()
+        px, pw = x.clone(), w.clone().requires_grad_()
+        loss(px, pw).backward()
+        close(dw.grad, g + pw.grad)
+        with pytest.raises(LayoutError, match="shape"):
+            dw.grad = dx
+        with pytest.raises(LayoutError, match="distribute_tensor"):
+            dw.grad = g
+        dw.grad = None
+        assert dw.grad is None
+
+    on_mesh((2,), fn)
+
+
+# -- backward and grad -------------------------------------------------------------------------------
+
+
+@placed
+def test_create_graph_and_gradients_of_gradients(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def penalty(x: Any, w: Any) -> Any:
+        h = (x @ w).tanh()
+        out = (h * h).sum() + (x.softmax(0) * h).sum()
+        gx, gw = torch.autograd.grad(out, (x, w), create_graph=True)
+        return out + (gx * gx).sum() + (gw.tanh() * w).sum()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        a, b = penalty(px, pw), penalty(dx, dw)
+        close(b, a)
+        a.backward()
+        b.backward()
+        close(dx.grad, px.grad)
+        close(dw.grad, pw.grad)
+
+    on_mesh(shape, fn)
+
+
+@placed
+def test_backward_with_create_graph(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def run(x: Any, w: Any) -> list[Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of the cycle that .grad makes
+            loss(x, w).backward(create_graph=True)
+        gx, gw = x.grad, w.grad
+        second = torch.autograd.grad((gx * gx).sum() + (gw * gw * w).sum(), (x, w))
+        x.grad = w.grad = None
+        return [gx, gw, *second]
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        for got, want in zip(run(dx, dw), run(px, pw)):
+            close(got, want)
+
+    on_mesh(shape, fn)
+
+
+@placed
+def test_autograd_grad(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        unused = distribute_tensor(w, mesh, [R]).requires_grad_()
+        want = torch.autograd.grad(loss(px, pw), (px, pw))
+        got = torch.autograd.grad(loss(dx, dw), (dx, dw))
+        for g, t, p in zip(got, (dx, dw), want):
+            close(g, p)
+            assert g.layout.partial == t.layout.dual().partial
+            assert g.layout.dims == t.layout.dims
+            assert t.grad is None
+        (only,) = torch.autograd.grad(loss(dx, dw), dx)
+        close(only, want[0])
+        with pytest.raises(RuntimeError, match="not to have been used"):
+            torch.autograd.grad(loss(dx, dw), (dx, unused))
+        got = torch.autograd.grad(loss(dx, dw), (dx, unused), allow_unused=True)
+        assert got[1] is None
+        got = torch.autograd.grad(loss(dx, dw), (dx, unused), materialize_grads=True)
+        close(got[1], torch.zeros_like(w))
+        h, k = dx * 2, px * 2  # of a non-leaf, with a gradient, two outputs
+        seed = torch.randn_like(x)
+        outs, pouts = (h.tanh(), (h @ dw).sum()), (k.tanh(), (k @ pw).sum())
+        got = torch.autograd.grad(outs, [h, dw], [distribute_tensor(seed, mesh, [S0]), None])
+        for g, p in zip(got, torch.autograd.grad(pouts, [k, pw], [seed, None])):
+            close(g, p)
+        with pytest.raises(ShardError, match="is_grads_batched"):
+            torch.autograd.grad(loss(dx, dw), dx, is_grads_batched=True)
+
+    on_mesh(shape, fn)
+
+
+def test_autograd_grad_communicates_nothing_for_its_results() -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        dx = distribute_tensor(x, mesh, [S0])
+        dw = distribute_tensor(w, mesh).requires_grad_()
+        out = (dx @ dw).sum()
+        with CommLog() as log:
+            (g,) = torch.autograd.grad(out, dw)
+        assert log.count() == 0
+        assert g.placements == (P,)
+
+    on_mesh((2,), fn)
+
+
+@placed
+def test_backward_with_a_gradient(shape: Any, ps: Any) -> None:
+    x, w = pair()
+    seed = torch.randn(5, 3, dtype=torch.float64)
+
+    def fn(mesh: Any) -> None:
+        for given in ((R,), (S0,), (S1,), (P,)):
+            px, pw, dx, dw = leaves(mesh, ps, x, w)
+            (px @ pw).backward(seed)
+            (dx @ dw).backward(gradient=lay_out(seed, mesh, (R,) * (len(shape) - 1) + given))
+            close(dx.grad, px.grad)
+            close(dw.grad, pw.grad)
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        (px @ pw).backward(seed)
+        (dx @ dw).backward(seed)  # a plain gradient counts as replicated
+        close(dx.grad, px.grad)
+        with pytest.raises(LayoutError, match="shape"):
+            (dx @ dw).backward(distribute_tensor(seed[:1], mesh))
+
+    on_mesh(shape, fn)
+
+
+@placed
+def test_backward_of_more_than_one_element_raises(shape: Any, ps: Any) -> None:
+    def fn(mesh: Any) -> None:
+        n = math.prod(shape)
+        dx = distribute_tensor(torch.randn(n, dtype=torch.float64), mesh, [S0] * len(shape))
+        dx.requires_grad_()
+        assert dx.to_local().numel() == 1  # local pieces have one element: only the global count tells
+        with pytest.raises(RuntimeError, match="scalar"):
+            (dx * 2).backward()
+        with pytest.raises(RuntimeError, match="scalar"):
+            torch.autograd.grad(dx * 2, dx)
+        one = distribute_tensor(torch.randn(1, 1, dtype=torch.float64), mesh, ps).requires_grad_()
+        (one * 3).backward()
+        close(one.grad, torch.full((1, 1), 3.0, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            one.detach().sum().backward()
+
+    on_mesh(shape, fn)
+
+
+@placed
+def test_backward_inputs_and_retain_graph(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        a, b = loss(px, pw), loss(dx, dw)
+        a.backward(inputs=[pw], retain_graph=True)
+        b.backward(inputs=[dw], retain_graph=True)
+        assert dx.grad is None
+        close(dw.grad, pw.grad)
+        a.backward(inputs=px, retain_graph=True)
+        b.backward(inputs=dx, retain_graph=True)
+        close(dx.grad, px.grad)
+        a.backward()
+        b.backward()
+        close(dx.grad, px.grad)
+        close(dw.grad, pw.grad)
+        with pytest.raises(RuntimeError, match="second time"):
+            b.backward()
+        torch.autograd.backward([loss(px, pw), (px * 2).sum()])
+        torch.autograd.backward([loss(dx, dw), (dx * 2).sum()])
+        close(dx.grad, px.grad)
+
+    on_mesh(shape, fn)
+
+
+@placed
+def test_retain_grad(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        hp, hd = px * 3, dx * 3
+        assert hd.grad is None
+        hp.retain_grad()
+        hd.retain_grad()
+        assert hd.retains_grad
+        assert not hd.is_leaf
+        loss(hp, pw).backward()
+        loss(hd, dw).backward()
+        close(hd.grad, hp.grad)
+        assert hd.grad.layout.partial == hd.layout.dual().partial
+        dx.retain_grad()  # nothing to do on a leaf
+        close(dx.grad, px.grad)
+
+    on_mesh(shape, fn)
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+@placed
+def test_register_hook(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        seen: list[Any] = []
+
+        def look(t: Any) -> Callable[[Any], None]:
+            return lambda g: seen.append((t, g))
+
+        hp, hd = px * 3, dx * 3
+        for p, d in ((px, dx), (hp, hd), (pw, dw)):
+            p.register_hook(lambda g: g * g)
+            # the result may have any layout
+            d.register_hook(lambda g: (g * g).redistribute(mesh, [S0] * len(shape)))
+            d.register_hook(look(d))
+        removed = dx.register_hook(look(dw))
+        removed.remove()
+        loss(hp, pw).backward()
+        loss(hd, dw).backward()
+        close(dx.grad, px.grad)
+        close(dw.grad, pw.grad)
+        assert len(seen) == 3
+        for t, g in seen:
+            assert g.layout.partial == t.layout.dual().partial
+            assert g.layout.dims == t.layout.dims
+        dx.register_hook(lambda g: g.to_local())
+        with pytest.raises(LayoutError, match="hook"):
+            loss(dx, dw).backward()
+
+    on_mesh(shape, fn)
+
+
+@placed
+def test_post_accumulate_hook_runs_after_the_reduction(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def step(p: Any) -> None:
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.1)
+        p.grad = None
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        layouts: list[Any] = []
+        for t in (px, pw, dx, dw):
+            t.register_post_accumulate_grad_hook(step)
+        dw.register_post_accumulate_grad_hook(lambda p: layouts.append(p.grad)).remove()
+        for _ in range(3):
+            loss(px, pw).backward()
+            loss(dx, dw).backward()
+            assert dx.grad is None
+            assert dw.grad is None
+            close(dx, px)
+            close(dw, pw)
+        assert not layouts
+        with pytest.raises(RuntimeError, match="leaf"):
+            (dx * 2).register_post_accumulate_grad_hook(step)
+
+    on_mesh(shape, fn)
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_multi_grad_hook(mode: str) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        _, _, dx, dw = leaves(mesh, (S0,), x, w)
+        seen: list[Any] = []
+        handle = torch.autograd.graph.register_multi_grad_hook((dx, dw), seen.append, mode=mode)
+        loss(dx, dw).backward()
+        assert len(seen) == 1
+        grads = seen[0] if mode == "all" else [seen[0]]
+        assert all(isinstance(g, DTensor) for g in grads)
+        handle.remove()
+        loss(dx, dw).backward()
+        assert len(seen) == 1
+
+    on_mesh((2,), fn)
+
+
+def test_hook_on_a_node_sees_locals() -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        _, _, dx, dw = leaves(mesh, (S0,), x, w)
+        out = loss(dx, dw)
+        kinds: list[Any] = []
+        out.grad_fn.register_hook(lambda _, grads: kinds.append(type(grads[0])))
+        out.backward()
+        assert kinds == [Tensor]
+
+    on_mesh((2,), fn)
+
+
+# -- modes -----------------------------------------------------------------------------------------
+
+
+@placed
+def test_grad_modes(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        for mode in (torch.no_grad(), torch.set_grad_enabled(False), torch.inference_mode()):
+            with mode:
+                y = (dx @ dw).tanh()
+                assert not y.requires_grad
+                assert y.is_leaf
+                assert y.is_inference() == torch.is_inference_mode_enabled()
+                close(y, (px @ pw).tanh())
+        with torch.no_grad(), torch.enable_grad():
+            assert (dx * 2).requires_grad
+
+        @torch.no_grad()
+        def off(t: Any) -> Any:
+            return t * 2
+
+        assert not off(dx).requires_grad
+        y = dx * 2
+        z = y.detach()
+        assert not z.requires_grad
+        assert z.is_leaf
+        assert isinstance(z, DTensor)
+        assert z.placements == y.placements
+        with torch.no_grad():
+            z.mul_(2)  # shares memory
+        close(y, px * 4)
+        y.detach_()
+        assert y.is_leaf
+        assert not y.requires_grad
+        with pytest.raises(RuntimeError, match="in-place"):
+            dx.mul_(2)  # a leaf
+
+    on_mesh(shape, fn)
+
+
+def test_anomaly_mode() -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, (S0,), x, w)
+        with torch.autograd.detect_anomaly():
+            loss(dx, dw).backward()
+        loss(px, pw).backward()
+        close(dw.grad, pw.grad)
+        bad = distribute_tensor(torch.zeros(4, dtype=torch.float64), mesh, [S0]).requires_grad_()
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="nan values"):
+            (bad.sqrt() * 0).sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        on_mesh((2,), fn)
+
+
+@placed
+def test_saved_tensors_hooks(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        kinds: set[Any] = set()
+
+        def pack(t: Tensor) -> Any:
+            kinds.add(type(t))
+            return t.numpy().copy() if not t.requires_grad else t.detach().numpy().copy()
+
+        loss(px, pw).backward()
+        with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+            out = loss(dx, dw)
+        out.backward()
+        close(dx.grad, px.grad)
+        close(dw.grad, pw.grad)
+        assert kinds == {Tensor}  # hooks see local pieces
+        with torch.autograd.graph.save_on_cpu():
+            out = loss(dx, dw)
+        out.backward()
+        loss(px, pw).backward()
+        close(dx.grad, px.grad)
+
+    on_mesh(shape, fn)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@placed
+def test_checkpoint(shape: Any, ps: Any, reentrant: bool) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        calls = [0]
+
+        def block(h: Any, w: Any) -> Any:
+            calls[0] += 1
+            return (h @ w).tanh() + h
+
+        def inner(h: Any) -> Any:  # a weight in the closure
+            return (h @ dw).sin()
+
+        for _ in range(2):
+            h = checkpoint(block, dx * 2, dw, use_reentrant=reentrant)
+            h = checkpoint(inner, h, use_reentrant=reentrant)
+            (h * h).sum().backward()
+            k = block(px * 2, pw)
+            k = (k @ pw).sin()
+            (k * k).sum().backward()
+            close(h, k)
+            close(dx.grad, px.grad)
+            close(dw.grad, pw.grad)
+        assert calls[0] == 2 * 3
+
+    on_mesh(shape, fn)
+
+
+@pytest.mark.parametrize("ps", [(R,), (S0,)], ids=str)
+def test_functional_jacobian_and_hessian(ps: Any) -> None:
+    x = torch.randn(3, dtype=torch.float64)
+
+    def f(t: Any) -> Any:
+        return t.tanh() * t
+
+    def fn(mesh: Any) -> None:
+        dx = distribute_tensor(x, mesh, ps)
+        close(torch.autograd.functional.jacobian(f, dx), torch.autograd.functional.jacobian(f, x))
+        for name in ("vjp", "vhp", "hvp"):
+            v = torch.ones_like(x)
+            g = f if name == "vjp" else lambda t: f(t).sum()
+            want = getattr(torch.autograd.functional, name)(g, x, v)
+            got = getattr(torch.autograd.functional, name)(g, dx, distribute_tensor(v, mesh, ps))
+            for a, b in zip(got, want):
+                close(a, b)
+
+    on_mesh((2,), fn)
+
+
+# -- plain tensors, crossings, slices of a mesh -------------------------------------------------------
+
+
+@placed
+def test_plain_tensor_gets_the_whole_gradient(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, _ = leaves(mesh, ps, x, w)
+        plain = w.clone().requires_grad_()
+        bias = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        pb = bias.detach().clone().requires_grad_()
+        (((px @ pw) + pb).tanh() * px).sum().backward()
+        (((dx @ plain) + bias).tanh() * dx).sum().backward()
+        close(dx.grad, px.grad)
+        torch.testing.assert_close(plain.grad, pw.grad)
+        torch.testing.assert_close(bias.grad, pb.grad)
+
+    on_mesh(shape, fn)
+
+
+def cuts(mesh: Any, ps: Any, x: Tensor) -> Tensor:
+    return distribute_tensor(x, mesh, ps).to_local()
+
+
+def test_from_local_and_to_local_gradients() -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        rank = mesh.get_rank()
+        # sharded in, sharded out
+        local = cuts(mesh, (S0,), x).requires_grad_()
+        d = DTensor.from_local(local, mesh, [S0])
+        (d * d).to_local().sum().backward()
+        torch.testing.assert_close(local.grad, 2 * local.detach())
+        # replicated in: the gradient of the local is whole
+        local = w.clone().requires_grad_()
+        d = DTensor.from_local(local, mesh, [R])
+        dx = distribute_tensor(x, mesh, [S0])
+        pw = w.clone().requires_grad_()
+        (x @ pw).tanh().sum().backward()
+        (dx @ d).tanh().sum().backward()
+        torch.testing.assert_close(local.grad, pw.grad)
+        # grad_placements: the contribution alone
+        local = w.clone().requires_grad_()
+        d = DTensor.from_local(local, mesh, [R], grad_placements=[P])
+        (dx @ d).tanh().sum().backward()
+        part = DTensor.from_local(local.grad, mesh, [P])
+        close(part, pw.grad)
+        # partial in: every addend gets the whole gradient
+        local = w.clone().requires_grad_()
+        d = DTensor.from_local(local, mesh, [P])
+        (d * d).sum().backward()
+        torch.testing.assert_close(local.grad, 2 * 2 * w)
+        # to_local of a replicated value: ranks compute the same
+        dw = distribute_tensor(w, mesh).requires_grad_()
+        (dw * 2).to_local().sum().backward()
+        close(dw.grad, torch.full_like(w, 2.0))
+        # each rank contributes a part: said with grad_placements
+        dw = distribute_tensor(w, mesh).requires_grad_()
+        ((dw * 2).to_local(grad_placements=[P]) * (rank + 1)).sum().backward()
+        close(dw.grad, torch.full_like(w, 6.0))
+        # and without, the wrong guess raises on all ranks
+        dw = distribute_tensor(w, mesh).requires_grad_()
+        with pytest.raises(LayoutError, match="grad_placements"):
+            ((dw * 2).to_local() * (rank + 1)).sum().backward()
+        # full_tensor, and a gradient that differs in layout
+        dx = distribute_tensor(x, mesh, [S1]).requires_grad_()
+        (dx.full_tensor() ** 3).sum().backward()
+        close(dx.grad, 3 * x**2)
+
+    on_mesh((2,), fn)
+
+
+def test_slice_of_a_mesh() -> None:
+    x, w = pair()
+
+    def fn() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        px, pw = x.clone().requires_grad_(), w.clone().requires_grad_()
+        dx = distribute_tensor(x, mesh, [S0]).requires_grad_()
+        dw = distribute_tensor(w, mesh["tp"], [S1]).requires_grad_()
+        bias = distribute_tensor(w[0], mesh["tp"]).requires_grad_()
+        pb = w[0].clone().requires_grad_()
+        for _ in range(2):
+            ((dx @ dw + bias).tanh()).sum().backward()
+            ((px @ pw + pb).tanh()).sum().backward()
+            close(dx.grad, px.grad)
+            close(dw.grad, pw.grad)
+            close(bias.grad, pb.grad)
+            assert dw.grad.device_mesh == mesh["tp"]
+
+    simulate(fn, 4)
+
+
+@placed
+def test_in_place_on_non_leaves(shape: Any, ps: Any) -> None:
+    x, w = pair()
+
+    def f(x: Any, w: Any) -> Any:
+        y = x * 2
+        y.mul_(3)
+        y.add_(x)
+        y[1:3] = y[1:3] * 2
+        z = y.tanh()
+        z += x @ w
+        return (z * z).sum()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        a, b = f(px, pw), f(dx, dw)
+        close(b, a)
+        a.backward()
+        b.backward()
+        close(dx.grad, px.grad)
+        close(dw.grad, pw.grad)
+        y = dx * 2
+        z = y * y
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            z.sum().backward()
+
+    on_mesh(shape, fn)
+
+
+def test_gradient_edges() -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, (S0,), x, w)
+        edge = torch.autograd.graph.get_gradient_edge(dw)
+        assert edge.node is torch.autograd.graph.get_gradient_edge(dw).node
+        assert loss(dx, dw).grad_fn is not None
+        assert loss(dx, dw).grad_fn.next_functions
+
+    on_mesh((2,), fn)
+
+
+@contextlib.contextmanager
+def ranks_alive() -> Iterator[None]:
+    yield
