@@ -49,3 +49,40 @@ def add_foreach_type(cls: type) -> None:
         types = module._foreach_supported_types
         if cls not in types:
             types.append(cls)
+
+
+def fake_mode() -> Any:
+    """A new FakeTensorMode: real kernel choice, no data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def is_fake(x: object) -> bool:
+    """Whether a tensor is a fake of a trace."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
+
+
+def without_modes() -> Any:
+    """Take the user's dispatch modes (counters, loggers) off while a call is compiled."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def untraceable() -> tuple[type[BaseException], ...]:
+    """What tracing raises for calls whose result depends on data, or that have no fake kernel."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    )
+
+    return (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        NotImplementedError,
+    )

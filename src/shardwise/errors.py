@@ -9,6 +9,7 @@ Exception
     │   ├── DeadlockError                        ranks wait for each other, or disagree
     │   └── AbortedError                         another rank raised; this one stopped with it
     ├── UnsupportedError (NotImplementedError)   an op, or a use of it, without a rule
+    ├── GradientError    (RuntimeError)          a gradient that cannot be had, or would be lost
     ├── AliasError       (RuntimeError)          a write that a view and its base cannot share
     └── StrictError      (RuntimeError)          strict mode met something it was told to refuse
 ```
@@ -81,6 +82,10 @@ class AbortedError(CommError):
 
 class UnsupportedError(ShardError, NotImplementedError):
     """An op, or a way of calling it, that has no rule."""
+
+
+class GradientError(ShardError, RuntimeError):
+    """A gradient that cannot be had as it was asked for, or that would be lost."""
 
 
 class AliasError(ShardError, RuntimeError):

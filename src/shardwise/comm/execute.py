@@ -23,6 +23,8 @@ from shardwise.route.search import route
 
 Step = Callable[[Tensor], Tensor]
 
+_NEUTRAL = {"sum": 0, "product": 1}  # what a rank holds that adds nothing; any copy does for max and min
+
 
 class Mover:
     """A route from ``src`` to ``dst``, ready to run on one rank.
@@ -200,9 +202,10 @@ def _compile(move: Move, coord: tuple[int, ...], transport: Transport) -> Step:
         case "pad":
             return _pad(move, coord)
         case "keep":
-            if move.op != "sum" or all(coord[a] == 0 for a in move.axes):
+            if move.op not in _NEUTRAL or all(coord[a] == 0 for a in move.axes):
                 return lambda x: x.clone()
-            return lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            neutral = _NEUTRAL[move.op]
+            return lambda x: torch.full(x.shape, neutral, dtype=x.dtype, device=x.device)
         case _:
             return _one_shot(move, coord, transport, ranks, peers, tag)
 
@@ -226,7 +229,7 @@ def _all_gather(move: Move, coord: Any, transport: Transport, ranks: Any, peers:
 
         def even(x: Tensor) -> Tensor:
             got = transport.all_gather(x.contiguous(), ranks, tag=tag)
-            return got.movedim(0, dim).flatten(dim, dim + 1)
+            return got.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten may be a view
 
         return even
     largest = max(sizes)

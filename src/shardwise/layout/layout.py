@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import boxes
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard, as_placement
@@ -212,7 +212,7 @@ class Layout:
         axes = tuple(range(mesh.ndim)) if mesh == self.mesh else self.mesh.axes_in(mesh)
         if axes is None:
             from_, to = self.mesh, mesh
-            raise LayoutError(f"a layout on {from_} cannot be read on {to}: it is no slice of it")
+            raise MeshError(f"a layout on {from_} cannot be read on {to}: it is no slice of it")
         partial: list[str | None] = [None] * mesh.ndim
         for a, op in zip(axes, self.partial):
             partial[a] = op
@@ -258,7 +258,7 @@ def parse(mesh: Mesh, placements: Any, ndim: int) -> tuple[Dims, Partials]:
         if len(placements.dims) != ndim:
             raise LayoutError(f"the layout {placements} is of {placements.ndim} dims, the tensor has {ndim}")
         return placements.dims, placements.partial
-    if isinstance(placements, Placement):
+    if isinstance(placements, (Placement, str)):
         placements = (placements,)
     entries = tuple(placements)
     if entries and all(e is None or isinstance(e, (str, tuple, list)) for e in entries):
@@ -280,6 +280,10 @@ def _parse_placements(mesh: Mesh, entries: tuple[Placement, ...], ndim: int) -> 
             on_dim[dim].append((axis if p.order is None else p.order, axis))
         elif isinstance(p, Partial):
             partial[axis] = p.reduce_op
+    kinds = {"sum" if op == "avg" else op for op in partial if op is not None}
+    if len(kinds) > 1:
+        said = ", ".join(map(str, entries))
+        raise LayoutError(f"pending reductions of different kinds do not commute: [{said}] has no one value")
     return tuple(tuple(axis for _, axis in sorted(found)) for found in on_dim), tuple(partial)
 
 

@@ -299,7 +299,7 @@ def join(meshes: Sequence[Mesh]) -> Mesh:
     largest = max(meshes, key=lambda m: (len(m.ranks), m.ndim))
     for m in meshes:
         if m is not largest and m != largest and m.axes_in(largest) is None:
-            raise MeshError(f"meshes that cannot be combined: {m} is not a slice of {largest}")
+            raise MeshError(f"the operands live on meshes that cannot be combined: {m} is no slice of {largest}")
     return largest
 
 

@@ -148,8 +148,9 @@ def compile_rule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     transport: Transport,
+    known: Sequence[tuple[tuple[int, ...], tuple[int, ...], Any]] | None = None,
 ) -> tuple[Program, list[Layout]] | None:
-    """The program that a rule gives, and the layouts of its results, dtypes not known yet.
+    """The program that a rule gives, and the layouts of its results.
 
     Args:
         entry: The rule.
@@ -158,6 +159,8 @@ def compile_rule(
         args: Arguments with slots for tensors.
         kwargs: The same by name.
         transport: This rank's transport.
+        known: Shape, stride and dtype of the results where a trace told them; without it the dtypes of the
+            layouts are those of the first operand, to be corrected after the first run.
 
     Returns:
         None if the rule does not answer for these arguments.
@@ -171,7 +174,7 @@ def compile_rule(
     movers = tuple(
         None if choice.ins[a] is a.layout else mover(a.layout, choice.ins[a], transport) for a in operands
     )
-    layouts = _out_layouts(rule, choice, func, operands, args, kwargs)
+    layouts = _out_layouts(rule, choice, func, operands, args, kwargs, known)
     program = Program(func, movers)
     program.inplace, program.view = entry.inplace, rule.view
     program.moved_view = rule.view and movers[0] is not None
@@ -212,12 +215,17 @@ def _out_layouts(
     operands: Sequence[Arg],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    known: Sequence[tuple[tuple[int, ...], tuple[int, ...], Any]] | None = None,
 ) -> list[Layout]:
     mesh, dtype = operands[0].layout.mesh, operands[0].layout.dtype
+    if known is not None:
+        return [Layout(mesh, dims, partial, *of) for (dims, partial), of in zip(choice.outs, known)]
     strides: list[tuple[int, ...] | None] = [None] * len(rule.outs)
     shapes = list(rule.out_shapes or _shapes(rule, operands))
     dense = all(a.layout.is_contiguous for a in operands if a.ndim > 1 or rule.view)
-    if rule.view or not dense:
+    if rule.out_strides is not None:
+        strides = list(rule.out_strides)
+    elif rule.view or not dense:
         got = _on_meta(func, operands, args, kwargs)
         if got is not None and len(got) >= len(rule.outs):
             shapes = [tuple(t.shape) for t in got[: len(rule.outs)]]

@@ -90,6 +90,8 @@ class Rule:
         always_local: Run ``local`` in any case.
         localize: Makes the op's plain arguments local (view sizes, slice bounds).
         out_shapes: Global shapes of the results, where labels do not tell.
+        out_strides: Global strides of the results, where they are not row-major. A local result in another
+            order is copied.
         view: The result aliases the first tensor argument.
         gathers: Results whose labels hold no factor that was sharded are equal on all ranks even so.
     """
@@ -106,6 +108,7 @@ class Rule:
     always_local: bool = False
     localize: Localize | None = None
     out_shapes: tuple[tuple[int, ...], ...] | None = None
+    out_strides: tuple[tuple[int, ...] | None, ...] | None = None
     view: bool = False
 
 

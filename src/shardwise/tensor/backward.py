@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import mover
-from shardwise.errors import LayoutError, ShardError, UnsupportedError
+from shardwise.errors import GradientError, LayoutError, UnsupportedError
 from shardwise.tensor.dtensor import DTensor, wrap_like
 from shardwise.tensor.gradients import seed
 from shardwise.tensor.overrides import override
@@ -33,7 +33,7 @@ def _seeds(tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
             out.append(_local(g))
         elif g is None:
             if t._spec.shape.numel() != 1 and t._local.requires_grad:
-                raise ShardError(
+                raise GradientError(
                     f"grad can be implicitly created only for scalar outputs, not for shape {tuple(t.shape)}; "
                     "reduce it first, or pass a gradient"
                 )

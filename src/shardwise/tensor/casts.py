@@ -6,33 +6,60 @@ axes that were missing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from shardwise.comm.groups import Group
 from shardwise.comm.transport import current
 from shardwise.layout.mesh import Mesh
+from shardwise.program.compile import Program
 from shardwise.tensor.dtensor import DTensor
 
 
 def onto(t: Tensor, mesh: Mesh) -> Tensor:
     """The local tensor of ``t`` as an operand on ``mesh``."""
-    if isinstance(t, DTensor):
-        own = t._spec.layout.mesh
-        if own is mesh or own == mesh or not t._local.requires_grad:
-            return t._local
-        axes = own.axes_in(mesh) or ()
-        missing = tuple(a for a in range(mesh.ndim) if a not in axes)
-        return _cast(t._local, mesh, missing, t._spec.transport)
-    if not t.requires_grad or not torch.is_grad_enabled():
-        return t
-    return _cast(t, mesh, tuple(range(mesh.ndim)), current())
+    local = t._local if isinstance(t, DTensor) else t
+    axes = _missing(t, mesh)
+    return _cast(local, mesh, axes) if axes else local
 
 
-def _cast(x: Tensor, mesh: Mesh, axes: tuple[int, ...], transport: object) -> Tensor:
-    rank_view = current()
-    coord = mesh.coordinate_of(rank_view.rank)
-    if coord is None or not axes:
+def entering(program: Program, tensors: Sequence[Tensor], mesh: Mesh) -> None:
+    """Make a program cast those of its operands that do not speak of all axes of ``mesh``."""
+    movers = list(program.movers)
+    for i, t in enumerate(tensors):
+        axes = _missing(t, mesh)
+        if not axes or not (isinstance(t, DTensor) or t.requires_grad):
+            continue
+        movers[i] = _entry(movers[i], mesh, axes)
+        program.simple = False
+    program.movers = tuple(movers)
+
+
+def _entry(move: Callable[[Tensor], Tensor] | None, mesh: Mesh, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    def enter(local: Tensor) -> Tensor:
+        local = _cast(local, mesh, axes)
+        return local if move is None else move(local)
+
+    return enter
+
+
+def _missing(t: Tensor, mesh: Mesh) -> tuple[int, ...]:
+    """The axes of ``mesh`` over which ``t`` is a replica that its gradient does not know of."""
+    if not isinstance(t, DTensor):
+        return tuple(range(mesh.ndim))
+    own = t._spec.layout.mesh
+    if own is mesh or own == mesh:
+        return ()
+    axes = own.axes_in(mesh) or ()
+    return tuple(a for a in range(mesh.ndim) if a not in axes)
+
+
+def _cast(x: Tensor, mesh: Mesh, axes: tuple[int, ...]) -> Tensor:
+    transport = current()
+    coord = mesh.coordinate_of(transport.rank)
+    if coord is None or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     tag = "*".join(mesh.axis_name(a) for a in axes)
-    return Group(rank_view, mesh.group_ranks(axes, coord), tag).cast(x)
+    return Group(transport, mesh.group_ranks(axes, coord), tag).cast(x)

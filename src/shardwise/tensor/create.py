@@ -88,9 +88,10 @@ def _cut(tensor: Tensor, layout: Layout, coord: Any) -> Tensor:
 
 
 def _masked(local: Tensor, layout: Layout, coord: Any) -> Tensor:
-    """A pending sum made from a whole value: kept on one rank."""
-    if any(op == "sum" and coord[a] != 0 for a, op in enumerate(layout.partial)):
-        return torch.zeros_like(local)
+    """A pending reduction made from a whole value: kept on one rank, nothing added on the others."""
+    for a, op in enumerate(layout.partial):
+        if op in ("sum", "product") and coord[a] != 0:
+            return torch.zeros_like(local) if op == "sum" else torch.ones_like(local)
     return local
 
 

@@ -26,6 +26,7 @@ from shardwise.compat import (
 )
 from shardwise.errors import AliasError, LayoutError, ShardError, StrictError
 from shardwise.events import FallbackEvent, emit, observing
+from shardwise.layout.boxes import restride
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
 from shardwise.program.compile import Program, compile_rule, fill, flat_results, slot
@@ -33,11 +34,13 @@ from shardwise.program.modes import strict_mode
 from shardwise.program.spec import Spec, guarded, program_tables, spec_of
 from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
+from shardwise.tensor.casts import entering
 from shardwise.tensor.checks import check_equal_on_all_ranks
+from shardwise.tensor.descent import Descent
 from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
 from shardwise.tensor.explain import located
 from shardwise.tensor.overrides import OVERRIDES
-from shardwise.tensor.whole import functional_form, run_whole, write_into
+from shardwise.tensor.whole import functional_form, write_into
 
 MAX_PROGRAMS = 16384
 
@@ -167,6 +170,7 @@ def _compile_and_run(
         made = compile_rule(entry, func, operands, call.tree, call.kwargs, call.transport)
         if made is not None:
             program, layouts = made
+            entering(program, call.tensors, operands[0].layout.mesh)
             _refuse_write_to_copy(program, call)
             locals_ = [t._local if isinstance(t, DTensor) else t for t in call.tensors]
             for t in call.tensors:
@@ -186,13 +190,10 @@ def _descend(func: Any, call: Call, key: tuple[Any, ...], table: dict[Any, Any],
         first = args[0].clone() if torch.is_grad_enabled() else args[0]  # what is saved must not change
         return write_into(args[0], pure(first, *args[1:], **kwargs))
 
-    def whole(call: Call, args: Any, kwargs: Any) -> Any:
-        return run_whole(func, call.tensors, call.tree, call.kwargs)
-
-    result = whole(call, args, kwargs)
+    descent = Descent(func, lookup(func), _operands)
     if call.cacheable:
-        table[key] = whole
-    return result
+        table[key] = descent
+    return descent(call, args, kwargs)
 
 
 def into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -248,7 +249,7 @@ def _operands(call: Call, func: Any) -> list[Arg]:
 
 def _check_plain(func: Any, plain: list[tuple[int, Tensor]], mesh: Mesh, transport: Transport) -> None:
     name = getattr(func, "__name__", str(func))
-    if strictmode() and any(t.numel() > 1 for _, t in plain):
+    if strict_mode() and any(t.numel() > 1 for _, t in plain):
         i = next(i for i, t in plain if t.numel() > 1)
         raise StrictError(
             f"{name}: argument {i} is a plain tensor next to a DTensor, which strict() forbids; "
@@ -275,6 +276,8 @@ def _settle_outs(program: Program, layouts: list[Layout], result: Any, transport
     if isinstance(result, Tensor):
         program.out = specs[0]
         program.dense = specs[0].stride is None and not program.view and not result.is_contiguous()
+        if specs[0].stride is not None and not program.view and not _agrees(result, specs[0]):
+            program.simple = False  # the slow path copies it into the order of the layout
     else:
         view = program.view
         program.wrap_many = lambda result: _rewrap(result, iter(program.outs or ()), view)
@@ -314,7 +317,17 @@ def _in_stride_order(local: Tensor, spec: Spec) -> Tensor:
     """The local in the stride order of its layout (a copy where a kernel returned another)."""
     if spec.stride is None:
         return local if local.is_contiguous() else local.contiguous()
-    return local
+    if _agrees(local, spec):
+        return local
+    order = sorted(range(local.ndim), key=lambda d: (-spec.layout.stride[d], d))
+    inverse = sorted(range(local.ndim), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(inverse)
+
+
+def _agrees(local: Tensor, spec: Spec) -> bool:
+    """Whether a local is dense in the stride order of its layout."""
+    want = restride(tuple(local.shape), spec.layout.stride)
+    return 0 in local.shape or all(s == w or n == 1 for n, s, w in zip(local.shape, local.stride(), want))
 
 
 def _refuse_write_to_copy(program: Program, call: Call) -> None:

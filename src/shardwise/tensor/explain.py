@@ -28,7 +28,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _WIDTH = 60
 
 
-def located(error: ShardError, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardError:
+def located(
+    error: ShardError, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ShardError:
     """The error, with ``in`` (typed operands), ``at`` (user's line, module) and ``mesh``.
 
     Calls nest. The place is the user's innermost line; the call is the outermost one made there, since what
@@ -62,7 +64,9 @@ def explained(fn: F) -> F:
 def call_text(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """``torch.mm(f32[8, 6] {dp: S(0)}, f32[6, 4] {dp: R})``; names where the function has some."""
     names = _parameter_names(func, len(args))
-    parts = [f"{name}: {value_text(a)}" if name else value_text(a) for name, a in zip(names, args)]
+    parts = [
+        f"{name}: {value_text(a)}" if name else value_text(a) for name, a in zip(names, args)
+    ]
     parts += [f"{name}={value_text(a)}" for name, a in kwargs.items()]
     return f"{call_name(func)}({', '.join(parts)})"
 
@@ -86,7 +90,11 @@ def value_text(x: Any) -> str:
     if isinstance(x, Tensor):
         dense = Layout(_NOWHERE, ((),) * x.ndim, (), tuple(x.shape), (1,) * x.ndim, x.dtype)
         return str(dense).partition(" {")[0] + " plain"
-    if isinstance(x, (list, tuple)) and type(x) is not torch.Size and any(isinstance(y, Tensor) for y in x):
+    if (
+        isinstance(x, (list, tuple))
+        and type(x) is not torch.Size
+        and any(isinstance(y, Tensor) for y in x)
+    ):
         shown = [value_text(y) for y in x[:4]] + (["..."] if len(x) > 4 else [])
         return f"[{', '.join(shown)}]"
     text = repr(x)
@@ -144,7 +152,13 @@ def _meshes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     stack: list[Any] = [list(args), list(kwargs.values())]
     while stack:
         x = stack.pop(0)
-        mesh = x._spec.layout.mesh if isinstance(x, DTensor) else x if isinstance(x, Mesh) else None
+        mesh = (
+            x._spec.layout.mesh
+            if isinstance(x, DTensor)
+            else x
+            if isinstance(x, Mesh)
+            else None
+        )
         if mesh is not None and mesh not in found:
             found.append(mesh)
         elif isinstance(x, (list, tuple)):

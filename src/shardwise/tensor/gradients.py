@@ -9,6 +9,7 @@ Works on local tensors and specs; the ``DTensor`` class reads and wraps what is 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -61,7 +62,7 @@ class Leaf:
         self.serial = next(_SERIAL)
         self.grad: Tensor | None = None
         self.pending: Tensor | None = None
-        self.hooks: dict[int, Callable[[], None]] = {}
+        self.hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # weakly referenced by handles
         self.shown: Any = None
 
     @property

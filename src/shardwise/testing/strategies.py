@@ -19,12 +19,23 @@ from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 
-MESH_SHAPES: tuple[tuple[int, ...], ...] = ((4,), (2, 2), (2, 3), (2, 2, 2), (3,), (1, 4), (2, 1, 3), (1,))
+MESH_SHAPES: tuple[tuple[int, ...], ...] = (
+    (4,),
+    (2, 2),
+    (2, 3),
+    (2, 2, 2),
+    (3,),
+    (1, 4),
+    (2, 1, 3),
+    (1,),
+)
 
 
 def mesh_of(shape: Sequence[int]) -> Mesh:
     """A CPU mesh over ranks 0, 1, ... with axes ``a``, ``b``, ..."""
-    return Mesh.of("cpu", tuple(shape), tuple(range(math.prod(shape))), tuple("abcdef"[: len(shape)]))
+    return Mesh.of(
+        "cpu", tuple(shape), tuple(range(math.prod(shape))), tuple("abcdef"[: len(shape)])
+    )
 
 
 def meshes(shapes: Sequence[tuple[int, ...]] = MESH_SHAPES) -> st.SearchStrategy[Mesh]:
@@ -49,7 +60,9 @@ def strides(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @st.composite
-def placed(draw: st.DrawFn, mesh: Mesh, ndim: int, ops: Sequence[str] = ("sum",)) -> tuple[Any, Any]:
+def placed(
+    draw: st.DrawFn, mesh: Mesh, ndim: int, ops: Sequence[str] = ("sum",)
+) -> tuple[Any, Any]:
     """Axes per dim, in any order, and pending reductions (of one kind) per axis."""
     dims: list[list[int]] = [[] for _ in range(ndim)]
     partial: list[str | None] = [None] * mesh.ndim
@@ -73,9 +86,12 @@ def layouts(
     permuted: bool = True,
 ) -> Layout:
     """Any layout: uneven, empty, several axes on one dim in any order, pending reductions, permuted strides."""
-    m, s = draw(mesh or meshes()), draw(shape or shapes())
+    m = draw(meshes() if mesh is None else mesh)
+    s = draw(shapes() if shape is None else shape)
     dims, partial = draw(placed(m, len(s), ops))
-    return Layout(m, dims, partial, s, draw(strides(s)) if permuted else contiguous_stride(s), dtype)
+    return Layout(
+        m, dims, partial, s, draw(strides(s)) if permuted else contiguous_stride(s), dtype
+    )
 
 
 @st.composite

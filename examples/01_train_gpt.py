@@ -1,0 +1,176 @@
+"""Train a small GPT on a 2 x 2 mesh, next to the same model in plain torch: the losses agree.
+
+    python examples/01_train_gpt.py                                        four ranks as threads
+    torchrun --standalone --nproc-per-node=4 examples/01_train_gpt.py      four processes, Gloo
+
+The batch is split over the mesh axis "dp", the matrices and attention heads over "tp". Dropout is on
+everywhere, yet both runs drop the same elements: a random tensor has the values one device would draw.
+"""
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass, field
+import math
+import os
+from pathlib import Path
+import statistics
+import sys
+import time
+
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+import shardwise
+from shardwise import Replicate, Shard
+
+VOCAB = 256  # the text is read as bytes
+MICRO_BATCHES = 2  # gradients of two batches are added up before each step
+BOUND = {"float32": 1e-5, "float64": 1e-10}  # how far the losses may differ, relatively
+
+
+# ---- The model: plain torch, written for one device ------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, dropout):
+        super().__init__()
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        B, T, D = x.shape
+        h = self.ln1(x)
+        q, k, v = (f(h).view(B, T, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        p = self.dropout.p if self.training else 0.0
+        a = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        x = x + self.dropout(self.o(a.transpose(1, 2).reshape(B, T, D)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.ln2(x)))))
+
+
+class GPT(nn.Module):
+    def __init__(self, context, width, heads, layers, dropout):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(VOCAB, width), nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.ln = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.tok.weight  # tied
+        for p in self.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, tokens):
+        x = self.dropout(self.tok(tokens) + self.pos.weight[: tokens.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln(x))
+
+
+# ---- The only lines that know about devices --------------------------------------------------
+
+
+def distribute(model, mesh, shard_vocab=False):
+    """Megatron's layout: what comes first is cut by rows of its output, what follows by columns.
+
+    So each rank keeps its own heads and hidden units from one end of the pair to the other, and one
+    all-reduce at the end of a pair is all that is sent. What is not named here is replicated.
+    """
+    over_tp = {"q": Shard(0), "k": Shard(0), "v": Shard(0), "up": Shard(0), "o": Shard(1), "down": Shard(1)}
+    if shard_vocab:
+        over_tp |= {"tok": Shard(0), "head": Shard(0)}
+
+    def partition(name, module, mesh):
+        how = over_tp.get(name.rpartition(".")[2])
+        for key, p in list(module.named_parameters(recurse=False)):
+            if how is not None and how.dim < p.ndim:  # the bias of a row-wise layer is whole
+                placements = [Replicate(), how][: mesh.ndim]
+                module.register_parameter(key, nn.Parameter(shardwise.distribute_tensor(p, mesh, placements)))
+
+    return shardwise.distribute_module(model, mesh, partition)
+
+
+# ---- Training: the same code for both --------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What a training run leaves behind."""
+
+    losses: list = field(default_factory=list)
+    seconds: list = field(default_factory=list)  # for each step
+    sent: Counter = field(default_factory=Counter)  # (collective, mesh axes) -> [calls, bytes] of one step
+    weights: dict = field(default_factory=dict)  # whole tensors again: an ordinary state_dict
+    pieces: dict = field(default_factory=dict)  # name -> (shape, placements, {box: its ranks})
+
+
+def stdlib_text():
+    """The sources of Python's standard library: real text that every machine has."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+
+
+def build(options):
+    torch.manual_seed(options.seed)
+    model = GPT(options.context, options.width, options.heads, options.layers, options.dropout)
+    return model.to(getattr(torch, options.dtype))
+
+
+def train(options, text, mesh=None, tick=lambda loss: None):
+    """Train for some steps; without a mesh this is plain torch on one device."""
+    model = build(options)
+    if mesh is not None:
+        distribute(model, mesh, options.shard_vocab)
+    place = (lambda x: x) if mesh is None else lambda x: shardwise.distribute_tensor(x, mesh, [Shard(0)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, options.steps))
+    order = torch.Generator().manual_seed(options.seed)  # of the batches: both runs read the same
+    run = Run()
+    for _ in range(options.steps):
+        start, total = time.perf_counter(), 0.0
+        with shardwise.CommLog() as log:
+            for _ in range(MICRO_BATCHES):
+                at = torch.randint(len(text) - options.context, (options.batch, 1), generator=order)
+                window = text[at + torch.arange(options.context + 1)].long()
+                tokens, targets = place(window[:, :-1].contiguous()), place(window[:, 1:].contiguous())
+                logits = model(tokens)
+                loss = F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1)) / MICRO_BATCHES
+                loss.backward()
+                total += loss.item()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        run.losses.append(total)
+        run.seconds.append(time.perf_counter() - start)
+        run.sent = {}
+        for event in log.events:
+            calls, size = run.sent.get((event.kind, event.tag), (0, 0))
+            run.sent[event.kind, event.tag] = calls + 1, size + event.bytes
+        tick(total)
+    if mesh is not None:
+        run.pieces = {name: pieces(p) for name, p in model.named_parameters()}
+        run.weights = {name: p.full_tensor() for name, p in model.state_dict().items()}
+    return run
+
+
+def warmup_cosine(step, steps, warmup=10):
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
+
+
+def pieces(p):
+    """Which ranks hold which box of a parameter."""
+    boxes = {}
+    for rank, coord in zip(p.device_mesh.ranks, p.device_mesh.coordinates()):
+        boxes.setdefault(p.layout.box(coord), []).append(rank)
+    return tuple(p.shape), p.placements, boxes
+
+
+def difference(a, b):
+    """The largest relative difference between two lists of losses."""
+    return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))

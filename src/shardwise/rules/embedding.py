@@ -1,0 +1,143 @@
+"""Lookups of rows: ids are cut anyhow, columns too, and the rows of the table over ranks that each look up
+what they hold; then the result is a pending sum of which one addend is not zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from shardwise.rules.notation import WHOLE, Arg, LocalProgram, Rule, numbered
+from shardwise.rules.registry import rule
+
+
+def _check_ids(ids: Tensor, rows: int) -> None:
+    """Raise as torch does: a wrong id must not become a row of zeros where the table is cut."""
+    if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= rows):
+        raise IndexError("index out of range in self")
+
+
+def _rows(ids: Tensor, table: Tensor, start: int, padding: int | None) -> Tensor:
+    """Rows of this piece of the table; zeros for ids that other ranks hold."""
+    count = table.shape[0]
+    if count == 0:
+        return table.sum(0).expand(*ids.shape, table.shape[1])  # zeros that keep the edge
+    inside = (ids >= start) & (ids < start + count)
+    near = (ids - start).clamp(0, count - 1)
+    mine = None if padding is None or not start <= padding < start + count else padding - start
+    found = F.embedding(near, table, mine)
+    return torch.where(inside.unsqueeze(-1), found, found.new_zeros(()))
+
+
+def _lookup(ids: Arg, table: Arg, local: LocalProgram, by_freq: bool, always: bool) -> Rule | None:
+    if table.ndim != 2:
+        return None
+    names = numbered("i", ids.ndim)
+    whole = frozenset(("v", *names) if by_freq else ())  # counts of ids are over all of them
+    return Rule(
+        {ids: names, table: ("v", "d")},
+        ((*names, "d"),),
+        whole=whole,
+        special=frozenset(("v",)),
+        local=local,
+        always_local=always,
+        out_shapes=((*ids.shape, table.shape[1]),),
+    )
+
+
+@rule(F.embedding)
+def embedding(
+    input: Arg,
+    weight: Arg,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Rule | None:
+    """``i..., [v] d -> i... d``, a pending sum where the rows are cut. A sparse gradient is made dense."""
+    if max_norm is not None:  # writes into the table
+        return None
+    rows, at = weight.shape[0], weight.index
+    padding = padding_idx + rows if padding_idx is not None and padding_idx < 0 else padding_idx
+
+    def local(ctx: Any, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+        if "v" not in ctx.axes:
+            return F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+        _check_ids(input, rows)
+        return _rows(input, weight, ctx.start(at, 0), padding)
+
+    return _lookup(input, weight, local, scale_grad_by_freq, sparse)
+
+
+@rule(torch.embedding, "aten.embedding.default")
+def embedding_of(
+    weight: Arg,
+    indices: Arg,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Rule | None:
+    """The same with the table first, and -1 for no padding."""
+    rows, at = weight.shape[0], weight.index
+    padding = None if padding_idx < 0 else padding_idx
+
+    def local(ctx: Any, weight: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
+        if "v" not in ctx.axes:
+            return F.embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
+        _check_ids(indices, rows)
+        return _rows(indices, weight, ctx.start(at, 0), padding)
+
+    return _lookup(indices, weight, local, scale_grad_by_freq, sparse)
+
+
+@rule(F.embedding_bag)
+def embedding_bag(
+    input: Arg,
+    weight: Arg,
+    offsets: Arg | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Arg | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Rule | None:
+    """``b [l], [v] d -> b d``; bags given by offsets are whole, columns may be cut."""
+    if max_norm is not None or weight.ndim != 2 or input.ndim not in (1, 2):
+        return None
+    if (input.ndim == 1) != (offsets is not None):
+        return None
+    cut = input.ndim == 2 and not scale_grad_by_freq
+    bag = "b" if cut else WHOLE
+    columns = WHOLE if per_sample_weights is not None else "d"  # their gradient sums over the columns
+    ins = {input: (bag, WHOLE)[: input.ndim], weight: (WHOLE, columns)}
+    count = input.shape[0]
+    if offsets is not None:
+        ins[offsets] = (WHOLE,)
+        count = offsets.shape[0] - include_last_offset
+    if per_sample_weights is not None:
+        ins[per_sample_weights] = (bag, WHOLE)[: per_sample_weights.ndim]
+
+    def local(ctx: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(_BAG_NAMES, args)) | kwargs | {"sparse": False}
+        return F.embedding_bag(input, weight, **given)
+
+    return Rule(
+        ins,
+        ((bag, columns),),
+        local=local,
+        always_local=sparse,
+        out_shapes=((count, weight.shape[1]),),
+    )
+
+
+_BAG_NAMES = (
+    "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights",
+    "include_last_offset", "padding_idx",
+)  # fmt: skip

@@ -1,0 +1,148 @@
+"""``torch._foreach_norm``: local norms, settled with one small all_reduce per group of ranks.
+
+A norm of order p is a sum of p-th powers, so the pieces' norms are raised to p, added over the ranks that
+share the tensor, and rooted; those of order inf are maxima. The result is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.execute import Mover, mover
+from shardwise.comm.transport import Transport
+from shardwise.layout.layout import Layout
+from shardwise.program.spec import Spec, program_tables, spec_of
+from shardwise.tensor.dtensor import DTensor, _mode
+from shardwise.tensor.foreach import move_all, take, transport_of, wrap_all
+from shardwise.tensor.overrides import override
+
+_LOW = (torch.float16, torch.bfloat16)  # powers of these are taken in float32
+
+
+@dataclass(slots=True)
+class NormPlan:
+    """How the norms of one list of layouts are computed.
+
+    Attributes:
+        moves: What settles pending reductions; None if there are none.
+        parts: (entries, dtype to compute in): one local call each.
+        groups: (ranks, entries) that reduce together.
+        layouts: Layouts of the results, None for a plain tensor.
+        specs: The results, after the first run.
+        fill: Entries with an empty piece here, which stands for the neutral element.
+    """
+
+    moves: list[Mover | None] | None = None
+    parts: list[tuple[list[int], torch.dtype | None]] = field(default_factory=list)
+    groups: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
+    layouts: list[Layout | None] = field(default_factory=list)
+    specs: list[Spec | None] | None = None
+    fill: list[int] = field(default_factory=list)
+
+
+@override(torch._foreach_norm, torch._foreach_powsum)
+def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Norms (or sums of powers) of the entries of a list, each over the whole of its tensor."""
+    return _norms(func, *args, **kwargs)
+
+
+def _norms(
+    func: Any, self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and any([t.requires_grad for t in self]):
+        return tuple([_one(func, t, ord, dtype) for t in self])
+    list_key, locals_ = take(self)
+    transport = transport_of((self,), {})
+    table, key = program_tables(transport)[_mode()], (func, list_key, float(ord), dtype)
+    plan = table.get(key)
+    if plan is None:
+        plan = table[key] = _plan(self, float(ord), dtype, transport)
+    powers = func is torch._foreach_powsum
+    results = _run(plan, func, locals_, float(ord), dtype, powers, transport)
+    if plan.specs is None:
+        plan.specs = [
+            None if layout is None else spec_of(layout.with_dtype(t.dtype), transport)
+            for t, layout in zip(results, plan.layouts)
+        ]
+    return wrap_all(results, plan.specs)
+
+
+def _one(func: Any, x: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
+    if func is torch._foreach_norm:
+        return torch.linalg.vector_norm(x, ord, dtype=dtype)
+    return (x if dtype is None else x.to(dtype)).abs().pow(ord).sum()
+
+
+def _plan(tensors: Sequence[Tensor], ord: float, dtype: torch.dtype | None, transport: Transport) -> NormPlan:
+    plan = NormPlan()
+    moves: list[Mover | None] = [None] * len(tensors)
+    parts: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        compute = dtype
+        if not isinstance(t, DTensor):
+            plan.layouts.append(None)
+        else:
+            layout = t._spec.layout
+            mesh = layout.mesh
+            if layout.is_partial:
+                whole = layout.with_placement(layout.dims, (None,) * mesh.ndim)
+                moves[i] = mover(layout, whole, transport)
+            plan.layouts.append(Layout.of(mesh, None, ()))
+            axes = tuple(sorted(a for on_dim in layout.dims for a in on_dim))
+            if axes and t._spec.coord is not None:
+                if (dtype or layout.dtype) in _LOW:
+                    compute = torch.float32
+                kind = compute or layout.dtype
+                groups.setdefault((mesh.group_ranks(axes, t._spec.coord), kind), []).append(i)
+                if layout.numel and not t._spec.local_shape.numel():
+                    plan.fill.append(i)
+        parts.setdefault(compute, []).append(i)
+    plan.moves = moves if any(m is not None for m in moves) else None
+    plan.parts = [(entries, compute) for compute, entries in parts.items()]
+    plan.groups = [(ranks, entries) for (ranks, _), entries in groups.items()]
+    return plan
+
+
+def _run(
+    plan: NormPlan, func: Any, locals_: list[Tensor], ord: float, dtype: Any, powers: bool, transport: Transport
+) -> list[Tensor]:
+    kinds = [t.dtype for t in locals_]
+    if plan.moves is not None:
+        locals_ = move_all(locals_, plan.moves)
+    if plan.fill and (ord < 0 or math.isinf(ord)):
+        neutral = 0.0 if ord > 0 else math.inf
+        locals_ = list(locals_)
+        for i in plan.fill:
+            locals_[i] = locals_[i].new_full((1,), neutral)
+    norms: list[Tensor] = list(locals_)
+    for entries, compute in plan.parts:
+        got = func([locals_[i] for i in entries], ord, dtype=compute)
+        for i, t in zip(entries, got):
+            norms[i] = t
+    for ranks, entries in plan.groups:
+        if len(ranks) > 1:
+            stacked = torch.stack([norms[i] for i in entries])
+            for i, t in zip(entries, _over(stacked, ranks, ord, powers, transport).unbind(0)):
+                norms[i] = t
+        for i in entries:
+            if (kind := dtype or kinds[i]) in _LOW:
+                norms[i] = norms[i].to(kind)
+    return norms
+
+
+def _over(x: Tensor, ranks: tuple[int, ...], ord: float, powers: bool, transport: Transport) -> Tensor:
+    """Norms of pieces to norms of the whole."""
+    if powers or ord in (0, 1):
+        return transport.all_reduce(x, ranks, "sum")
+    if math.isinf(ord):
+        return transport.all_reduce(x, ranks, "max" if ord > 0 else "min")
+    if ord == 2:
+        return transport.all_reduce(x * x, ranks, "sum").sqrt()
+    return transport.all_reduce(x.pow(ord), ranks, "sum").pow(1 / ord)
