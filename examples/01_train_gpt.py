@@ -8,14 +8,14 @@ everywhere, yet both runs drop the same elements: a random tensor has the values
 """
 
 import argparse
-from collections import Counter
 from dataclasses import dataclass, field
 import math
 import os
 from pathlib import Path
-import statistics
 import sys
 import time
+
+from show import Bars, picture, table
 
 import torch
 from torch import nn
@@ -101,16 +101,10 @@ class Run:
     """What a training run leaves behind."""
 
     losses: list = field(default_factory=list)
-    seconds: list = field(default_factory=list)  # for each step
-    sent: Counter = field(default_factory=Counter)  # (collective, mesh axes) -> [calls, bytes] of one step
-    weights: dict = field(default_factory=dict)  # whole tensors again: an ordinary state_dict
-    pieces: dict = field(default_factory=dict)  # name -> (shape, placements, {box: its ranks})
-
-
-def stdlib_text():
-    """The sources of Python's standard library: real text that every machine has."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+    seconds: list = field(default_factory=list)  # of each step
+    log: shardwise.CommLog | None = None  # what this rank sent in the last step
+    layouts: dict = field(default_factory=dict)  # of each parameter
+    weights: dict = field(default_factory=dict)  # whole again: an ordinary state_dict
 
 
 def build(options):
@@ -119,25 +113,28 @@ def build(options):
     return model.to(getattr(torch, options.dtype))
 
 
-def train(options, text, mesh=None, tick=lambda loss: None):
+def train(options, text, mesh=None, tick=lambda: None):
     """Train for some steps; without a mesh this is plain torch on one device."""
     model = build(options)
     if mesh is not None:
         distribute(model, mesh, options.shard_vocab)
-    place = (lambda x: x) if mesh is None else lambda x: shardwise.distribute_tensor(x, mesh, [Shard(0)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, options.steps))
     order = torch.Generator().manual_seed(options.seed)  # of the batches: both runs read the same
     run = Run()
+
+    def batch():
+        start = torch.randint(len(text) - options.context, (options.batch, 1), generator=order)
+        window = text[start + torch.arange(options.context + 1)].long()
+        pair = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        return pair if mesh is None else [shardwise.distribute_tensor(x, mesh, [Shard(0)]) for x in pair]
+
     for _ in range(options.steps):
         start, total = time.perf_counter(), 0.0
-        with shardwise.CommLog() as log:
+        with shardwise.CommLog() as run.log:
             for _ in range(MICRO_BATCHES):
-                at = torch.randint(len(text) - options.context, (options.batch, 1), generator=order)
-                window = text[at + torch.arange(options.context + 1)].long()
-                tokens, targets = place(window[:, :-1].contiguous()), place(window[:, 1:].contiguous())
-                logits = model(tokens)
-                loss = F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1)) / MICRO_BATCHES
+                tokens, targets = batch()
+                loss = F.cross_entropy(model(tokens).view(-1, VOCAB), targets.view(-1)) / MICRO_BATCHES
                 loss.backward()
                 total += loss.item()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -146,13 +143,9 @@ def train(options, text, mesh=None, tick=lambda loss: None):
             optimizer.zero_grad()
         run.losses.append(total)
         run.seconds.append(time.perf_counter() - start)
-        run.sent = {}
-        for event in log.events:
-            calls, size = run.sent.get((event.kind, event.tag), (0, 0))
-            run.sent[event.kind, event.tag] = calls + 1, size + event.bytes
-        tick(total)
+        tick()
     if mesh is not None:
-        run.pieces = {name: pieces(p) for name, p in model.named_parameters()}
+        run.layouts = {name: p.layout for name, p in model.named_parameters()}
         run.weights = {name: p.full_tensor() for name, p in model.state_dict().items()}
     return run
 
@@ -163,14 +156,78 @@ def warmup_cosine(step, steps, warmup=10):
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
 
 
-def pieces(p):
-    """Which ranks hold which box of a parameter."""
-    boxes = {}
-    for rank, coord in zip(p.device_mesh.ranks, p.device_mesh.coordinates()):
-        boxes.setdefault(p.layout.box(coord), []).append(rank)
-    return tuple(p.shape), p.placements, boxes
-
-
 def difference(a, b):
     """The largest relative difference between two lists of losses."""
     return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
+
+
+@torch.no_grad()
+def write(options, weights, prompt, count=70):
+    """Let the trained model go on with a text."""
+    model = build(options).eval()
+    model.load_state_dict(weights)
+    tokens = torch.tensor([list(prompt.encode())])
+    for _ in range(count):
+        logits = model(tokens[:, -options.context :])[0, -1]
+        tokens = torch.cat([tokens, torch.multinomial((logits / 0.7).softmax(0), 1)[None]], 1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+# ---- The program -----------------------------------------------------------------------------
+
+
+def stdlib_text():
+    """The sources of Python's standard library: real text that every machine has."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+
+
+def parse(args=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--mesh", type=int, nargs="+", default=[2, 2], help="sizes of dp and (optional) tp")
+    parser.add_argument("--dtype", choices=list(BOUND), default="float32")
+    parser.add_argument("--shard-vocab", action="store_true", help="cut the tied embedding over tp, too")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a micro batch, over all ranks")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
+    parser.add_argument("--quiet", action="store_true", help="print the last line only")
+    return parser.parse_args(args)
+
+
+def main():
+    options = parse()
+    text, shape = stdlib_text(), tuple(options.mesh)
+    launched = "WORLD_SIZE" in os.environ  # by torchrun: this process is one of the ranks
+    first = int(os.environ.get("RANK", 0)) == 0
+    bars = Bars(options.steps, show=first and not options.quiet)
+
+    def rank():
+        mesh = shardwise.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+        return train(options, text, mesh, bars.tick("sharded") if mesh.get_rank() == 0 else lambda: None)
+
+    # Random numbers as plain torch would draw them. (The default stream depends on no mesh either,
+    # and costs less on many ranks, but its numbers are not torch's.)
+    with shardwise.rng(like="torch"), bars:
+        plain = train(options, text, tick=bars.tick("plain")) if first else None
+        sharded = rank() if launched else shardwise.simulate(lambda _: rank(), math.prod(shape))[0]
+    if not first:
+        return
+    worst = difference(plain.losses, sharded.losses)
+    if not options.quiet:
+        tokens = MICRO_BATCHES * options.batch * options.context
+        print(table(plain, sharded, tokens))
+        print("the model writes:", repr(write(options, sharded.weights, "def ")))
+        print("see", picture(plain, sharded, options.out))
+    print(f"largest relative difference of the losses: {worst:.1e} (at most {BOUND[options.dtype]:.0e})")
+    sys.exit(worst > BOUND[options.dtype])
+
+
+if __name__ == "__main__":
+    main()

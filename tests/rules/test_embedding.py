@@ -95,5 +95,5 @@ def test_bags(table: torch.Tensor, mode: str) -> None:
 def test_weighted_bags(table: torch.Tensor) -> None:
     weights = torch.rand(3, 3, dtype=torch.float64)
     assert not sweep(
-        lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s, sparse=True), IDS, table, weights
+        lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s), IDS, table, weights
     )

@@ -21,7 +21,7 @@ from shardwise import (
     no_sync,
     simulate,
 )
-from shardwise.errors import LayoutError, ShardError
+from shardwise.errors import LayoutError
 from shardwise.testing.sweep import lay_out
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -307,7 +307,13 @@ def test_autograd_grad(shape: Any, ps: Any) -> None:
         got = torch.autograd.grad(outs, [h, dw], [distribute_tensor(seed, mesh, [S0]), None])
         for g, p in zip(got, torch.autograd.grad(pouts, [k, pw], [seed, None])):
             close(g, p)
-        with pytest.raises(ShardError, match="is_grads_batched"):
+        seeds = torch.randn(2, 5, 3, dtype=torch.float64)
+        want = torch.autograd.grad(px @ pw, (px, pw), seeds, is_grads_batched=True)
+        rows = distribute_tensor(seeds, mesh, [S1])
+        got = torch.autograd.grad(dx @ dw, (dx, dw), rows, is_grads_batched=True)
+        for g, p in zip(got, want):
+            close(g, p)
+        with pytest.raises(RuntimeError, match="batch dim"):
             torch.autograd.grad(loss(dx, dw), dx, is_grads_batched=True)
 
     on_mesh(shape, fn)

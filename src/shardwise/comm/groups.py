@@ -51,6 +51,20 @@ class Group:
         """What every rank has, stacked on a new first dim; without a gradient."""
         return self.transport.all_gather(x.detach().contiguous(), self.ranks, tag=self.tag)
 
+    def stack(self, x: Tensor) -> Tensor:
+        """What every rank has, stacked on a new first dim; the backward sums, and takes this rank's part."""
+        if self.size == 1:
+            return x.unsqueeze(0)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Stack.apply(x, self)  # pyright: ignore[reportReturnType]
+        return self.gather(x)
+
+    def settle(self, x: Tensor, value: Tensor) -> Tensor:
+        """``value``, known on all ranks, with the gradient of ``sum(x)``: nothing moves forward."""
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Settle.apply(x, value.detach(), self)  # pyright: ignore[reportReturnType]
+        return value
+
     def keep(self, x: Tensor) -> Tensor:
         """R -> P: the value on the group's first rank, zeros on the rest (which keep the edge)."""
         if self.size == 1:
@@ -76,6 +90,34 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.group.sum(grads[0]), None
+
+
+class _Stack(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, group: Group) -> Tensor:
+        return group.gather(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.group.sum(grads[0])[ctx.group.index], None
+
+
+class _Settle(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, value: Tensor, group: Group) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.group.sum(grads[0]), None, None
 
 
 class _Keep(torch.autograd.Function):

@@ -7,6 +7,7 @@ tensors, or the rule's own local program. Anything else goes down the ladder (``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
 import torch
@@ -35,13 +36,16 @@ class Program:
         ctx: Passed first to ``func`` when it is a rule's local program; else None.
         template: Localized plain arguments with ``Slot``s for tensors; None to use the call's own.
         outs: Specs of the results; None when they are replicated and of a shape known only at run time.
-        simple: The hot path may call ``func`` itself on the locals and wrap the result.
+        simple: The hot path may run it: ``target`` on the locals, then wrap the result.
+        target: What the hot path calls: the torch function itself, or the local program with its context.
+        arg_movers: For each positional argument its move, or None; None when nothing moves.
         rest: Plain arguments after the one tensor, localized, for the hot path; else None.
         dense: The layout is row-major but the kernel returned something else: copy.
         moved_view: Results alias a moved copy of the first argument, not the argument.
     """
 
     __slots__ = (
+        "arg_movers",
         "ctx",
         "dense",
         "func",
@@ -53,6 +57,7 @@ class Program:
         "outs",
         "rest",
         "simple",
+        "target",
         "template",
         "view",
         "wrap_many",
@@ -69,6 +74,8 @@ class Program:
         self.inplace = False
         self.view = False
         self.moved_view = False
+        self.target = func
+        self.arg_movers: tuple[Step | None, ...] | None = None
         self.rest: tuple[Any, ...] | None = None
         self.dense = False
         self.wrap_many: Callable[[Any], Any] | None = None
@@ -193,11 +200,26 @@ def compile_rule(
             program.func, program.ctx = rule.local, ctx
         elif rule.localize is not None and choice.axes:
             program.template = rule.localize(ctx, *args, **kwargs)
-    program.simple = program.ctx is None and all(m is None for m in movers)
-    if program.simple and program.template is not None:
-        program.simple = _one_tensor_first(program.template)
-        program.rest = program.template[0][1:] if program.simple else None
+    if program.ctx is not None:
+        program.target = functools.partial(program.func, program.ctx)
+    program.simple = _suits_hot_path(program, args, kwargs)
     return program, layouts
+
+
+def _suits_hot_path(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the hot path can run the program, with what it needs for that."""
+    if program.moved_view:
+        return False
+    moves = any(m is not None for m in program.movers)
+    if program.template is not None:
+        if moves or not _one_tensor_first(program.template):
+            return False
+        program.rest = program.template[0][1:]
+    elif moves:
+        if kwargs or any(isinstance(a, (list, tuple)) and any(isinstance(x, Slot) for x in a) for a in args):
+            return False
+        program.arg_movers = tuple(program.movers[a.index] if isinstance(a, Slot) else None for a in args)
+    return True
 
 
 def _one_tensor_first(template: tuple[Any, dict[str, Any]]) -> bool:

@@ -17,7 +17,7 @@ from shardwise.layout.layout import Dims, Layout, Partials
 from shardwise.route.moves import Move, received_numel
 
 LATENCY_BYTES = 64 * 1024  # what one more collective is worth, until a mesh is profiled
-ONE_SHOT_LATENCY_BYTES = 80 * 1024  # its packing costs a little more
+ONE_SHOT_LATENCY_BYTES = 65 * 1024  # its packing costs a little more
 LOCAL_COST_BYTES = 64  # a local re-cut is not quite free
 
 State = tuple[Dims, Partials]

@@ -2,8 +2,12 @@
 
 from shardwise.rules import (  # noqa: F401
     embedding,
+    extremum,
     matmul,
+    ordering,
     pointwise,
+    reduce,
+    softmax,
 )
 from shardwise.rules.registry import seal
 

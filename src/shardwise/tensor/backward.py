@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import mover
-from shardwise.errors import GradientError, LayoutError, UnsupportedError
+from shardwise.errors import GradientError, LayoutError
 from shardwise.tensor.dtensor import DTensor, wrap_like
 from shardwise.tensor.gradients import seed
 from shardwise.tensor.overrides import override
@@ -74,11 +74,11 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gradients in the dual layouts of the inputs; nothing is communicated for them."""
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
     given = dict(zip(names, args)) | kwargs
-    if given.get("is_grads_batched"):
-        raise UnsupportedError("is_grads_batched with DTensors: call grad once per row instead")
     outputs, inputs = _as_list(given.pop("outputs")), _as_list(given.pop("inputs"))
     grads = given.pop("grad_outputs", None)
     grads = _as_list(grads) if grads is not None else [None] * len(outputs)
+    if given.pop("is_grads_batched", False):
+        return _row_by_row(outputs, inputs, grads, given)
     got = torch.autograd.grad(
         [_local(t) for t in outputs], [_local(t) for t in inputs], _seeds(outputs, grads), **given
     )
@@ -86,3 +86,22 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wrap_like(g, t._spec.layout.dual(), t._spec.transport) if isinstance(t, DTensor) and g is not None else g
         for t, g in zip(inputs, got)
     )
+
+
+def _row_by_row(outputs: list[Any], inputs: list[Any], grads: list[Any], given: dict[str, Any]) -> tuple[Any, ...]:
+    """A batch of gradients, one backward after the other: moves are not vectorized."""
+    count = next((g.shape[0] for g in grads if g is not None), None)
+    if count is None:
+        raise GradientError("is_grads_batched needs grad_outputs with a batch dim")
+    last = given.pop("retain_graph", None) or given.get("create_graph")
+    rows = [
+        torch.autograd.grad(
+            outputs,
+            inputs,
+            [None if g is None else g[i] for g in grads],
+            retain_graph=bool(last) or i < count - 1,
+            **given,
+        )
+        for i in range(count)
+    ]
+    return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows))

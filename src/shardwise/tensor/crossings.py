@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwise.comm.execute import Mover, fresh, mover
 from shardwise.comm.transport import Transport, current
 from shardwise.errors import LayoutError
+from shardwise.events import user_site
 from shardwise.layout import boxes
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
@@ -55,17 +56,19 @@ class _Leave(torch.autograd.Function):
 class _Guess:
     """A bare ``to_local()`` of a replicated piece: are the gradients really equal on all ranks?"""
 
-    __slots__ = ("axes", "layout", "transport")
+    __slots__ = ("axes", "layout", "site", "transport")
 
     def __init__(self, layout: Layout, axes: tuple[int, ...], transport: Transport) -> None:
         self.layout, self.axes, self.transport = layout, axes, transport
+        self.site = user_site()
 
     def check(self, g: Tensor) -> None:
-        """Compare once per layout; all ranks raise together if the gradients differ."""
+        """Compare once per line of user code and layout; all ranks raise together if the gradients differ."""
         seen: set[Any] = self.transport.state.setdefault("to_local_checked", set())
-        if (self.layout, self.axes) in seen:
+        key = (self.layout, self.axes, self.site)
+        if key in seen:
             return
-        seen.add((self.layout, self.axes))
+        seen.add(key)
         coord = self.layout.mesh.coordinate_of(self.transport.rank)
         if coord is None:
             return
@@ -77,7 +80,7 @@ class _Guess:
         same_inf = (high == low) | (high.isnan() & low.isnan())
         worst = (differs & ~same_inf).any().to(torch.int32)
         if int(self.transport.all_reduce(worst, self.layout.mesh.ranks, "max")):
-            seen.discard((self.layout, self.axes))
+            seen.discard(key)
             raise LayoutError(
                 f"to_local() of {self.layout} without grad_placements takes the gradient of a replicated piece to be "
                 "equal on all ranks, but it differs; write x.to_local(grad_placements=[Partial()]) if each rank "

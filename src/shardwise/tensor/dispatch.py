@@ -35,6 +35,7 @@ from shardwise.program.spec import Spec, guarded, program_tables, spec_of
 from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
 from shardwise.tensor.casts import entering
+from shardwise.tensor.casts import onto
 from shardwise.tensor.checks import check_equal_on_all_ranks
 from shardwise.tensor.descent import Descent
 from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
@@ -46,9 +47,13 @@ MAX_PROGRAMS = 16384
 
 
 class Call:
-    """One call taken apart: a tree of plain arguments with slots, the tensors, and the key."""
+    """One call taken apart: a tree of plain arguments with slots, the tensors, and the key.
 
-    __slots__ = ("cacheable", "key", "kwargs", "mesh", "tensors", "transport", "tree")
+    Attributes:
+        mixed: Some tensors are plain, or lie on a slice of the mesh, and must be cast on entry.
+    """
+
+    __slots__ = ("cacheable", "key", "kwargs", "mixed", "tensors", "transport", "tree")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool) -> None:
         self.tensors: list[Tensor] = []
@@ -61,6 +66,8 @@ class Call:
             self.kwargs[name] = self._take(value, lifts)
         first = next(t for t in self.tensors if isinstance(t, DTensor))
         self.transport = first._spec.transport
+        mesh = first._spec.layout.mesh
+        self.mixed = any(not isinstance(t, DTensor) or t._spec.layout.mesh is not mesh for t in self.tensors)
 
     def _take(self, x: Any, lifts: bool) -> Any:
         kind = type(x)
@@ -126,6 +133,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return special(func, args, kwargs)
     if kwargs.get("out") is not None:
         return into_out(func, args, kwargs)
+    if kwargs.get("requires_grad"):  # a new leaf: its gradient is watched
+        rest = {k: v for k, v in kwargs.items() if k != "requires_grad"}
+        return func(*args, **rest).requires_grad_()
     entry = lookup(func)
     call = Call(func, args, kwargs, entry is not None and entry.lifts)
     table = program_tables(call.transport)[mode()]
@@ -142,10 +152,18 @@ def run(program: Any, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict
     """Run a program on a call's local tensors and wrap the results."""
     if not isinstance(program, Program):
         return program(call, args, kwargs)
-    locals_ = [t._local if isinstance(t, DTensor) else t for t in call.tensors]
+    locals_ = _locals(call)
+    return _wrap_results(program, program.run(locals_, call.tree, call.kwargs), call)
+
+
+def _locals(call: Call) -> list[Tensor]:
+    """The local operands, on the mesh of the call."""
     for t in call.tensors:
         _check_fresh(t)
-    return _wrap_results(program, program.run(locals_, call.tree, call.kwargs), call)
+    if not call.mixed:
+        return [t._local for t in call.tensors if isinstance(t, DTensor)]
+    mesh = join([t._spec.layout.mesh for t in call.tensors if isinstance(t, DTensor)])
+    return [onto(t, mesh) for t in call.tensors]
 
 
 def _check_fresh(t: Tensor) -> None:
@@ -172,10 +190,8 @@ def _compile_and_run(
             program, layouts = made
             entering(program, call.tensors, operands[0].layout.mesh)
             _refuse_write_to_copy(program, call)
-            locals_ = [t._local if isinstance(t, DTensor) else t for t in call.tensors]
-            for t in call.tensors:
-                _check_fresh(t)
-            result = program.run(locals_, call.tree, call.kwargs)
+            program.simple = program.simple and not call.mixed
+            result = program.run(_locals(call), call.tree, call.kwargs)
             _settle_outs(program, layouts, result, call.transport)
             if call.cacheable:
                 _remember(table, key, program, func, call, args, kwargs, entry)

@@ -32,6 +32,7 @@ from shardwise.layout.placement import Placement
 from shardwise.program.modes import strict_mode
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.gradients import Leaf, leaf_of, watch
+from shardwise.tensor.overrides import OVERRIDES
 
 _NO_KWARGS: dict[str, Any] = {}
 _SLOW: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
@@ -67,19 +68,25 @@ class DTensor(torch.Tensor):
                     if kind is DTensor:
                         program = spec.fast.get((func, spec, b._spec))
                         if program is not None:
-                            return _finish(program, func(a._local, b._local), a)
+                            if program.arg_movers is None:
+                                return _finish(program, program.target(a._local, b._local), a)
+                            return _finish(program, program.target(*_moved(program, a._local, b._local)), a)
                     elif kind is float:
                         program = spec.fast.get((func, spec, float))
                         if program is not None:
-                            return _finish(program, func(a._local, b), a)
+                            return _finish(program, program.target(a._local, b), a)
             elif n == 1:
                 a = args[0]
                 if type(a) is DTensor:
                     spec = a._spec
                     program = spec.fast.get((func, spec))
                     if program is not None:
-                        return _finish(program, func(a._local), a)
+                        if program.arg_movers is None:
+                            return _finish(program, program.target(a._local), a)
+                        return _finish(program, program.target(*_moved(program, a._local)), a)
             kwargs = _NO_KWARGS
+        if func in OVERRIDES:
+            return _SLOW[0](func, args, kwargs)
         key: list[Any] = [func]
         local_args: list[Any] = []
         first: Any = None
@@ -115,8 +122,10 @@ class DTensor(torch.Tensor):
             if program is not None:
                 rest = program.rest
                 if rest is not None:
-                    return _finish(program, func(first._local, *rest), first)
-                return _finish(program, func(*local_args, **local_kwargs), first)
+                    return _finish(program, program.target(first._local, *rest), first)
+                if program.arg_movers is not None:
+                    local_args = _moved(program, *local_args)
+                return _finish(program, program.target(*local_args, **local_kwargs), first)
         return _SLOW[0](func, args, kwargs)
 
     @classmethod
@@ -555,6 +564,22 @@ def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bo
     if any(isinstance(k, Tensor) for k in key):  # plain tensors are told apart on the slow path only
         return None
     return tuple(key)
+
+
+def _moved(program: Any, *args: Any) -> list[Any]:
+    """The arguments, tensors moved; one that is passed twice moves once."""
+    out: list[Any] = []
+    for i, (a, m) in enumerate(zip(args, program.arg_movers)):
+        if m is None:
+            out.append(a)
+            continue
+        for j in range(i):
+            if args[j] is a and program.arg_movers[j] is m:
+                out.append(out[j])
+                break
+        else:
+            out.append(m(a))
+    return out
 
 
 def mode() -> int:

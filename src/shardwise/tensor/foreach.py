@@ -26,7 +26,7 @@ from shardwise.program.compile import compile_rule
 from shardwise.program.spec import Spec, program_tables, spec_of
 from shardwise.rules.registry import Entry, lookup
 from shardwise.tensor.dispatch import MAX_PROGRAMS, Call, _operands
-from shardwise.tensor.dtensor import DTensor, _mode, wrap
+from shardwise.tensor.dtensor import DTensor, mode, wrap
 from shardwise.tensor.overrides import OVERRIDES
 
 Movers = list[Mover | None] | None  # one per entry of a list; None: nothing moves
@@ -44,6 +44,7 @@ class Plan:
         layouts: Layouts of the results (None: a plain tensor), dtypes not known before the first run.
         specs: The results, after the first run; None of an in-place call.
         tidy: Some result comes in another stride order than its layout's.
+        lasting: Its key may come again.
     """
 
     simple: bool = True
@@ -53,6 +54,7 @@ class Plan:
     layouts: list[Layout | None] = field(default_factory=list)
     specs: list[Spec | None] | None = None
     tidy: bool = False
+    lasting: bool = True
 
 
 # ---- arguments ------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ def wrap_all(locals_: Sequence[Tensor], specs: Sequence[Spec | None]) -> tuple[T
     for local, spec in zip(locals_, specs):
         if spec is None:
             out.append(local)
-        elif spec.stride is None and spec.device_type == "cpu":
+        elif spec.plain:
             r = make_wrapper(DTensor, spec.shape, dtype=spec.dtype)
             r._local, r._spec = local, spec
             out.append(r)
@@ -138,19 +140,21 @@ class Foreach:
         taken = [take(a) for a in args]
         locals_ = [local for _, local in taken]
         key: Any
+        grad = torch.is_grad_enabled()
         if kwargs:
             named = {name: take(a) for name, a in kwargs.items()}
-            key = (func, *[k for k, _ in taken], *[(name, k) for name, (k, _) in named.items()])
+            key = (func, grad, *[k for k, _ in taken], *[(name, k) for name, (k, _) in named.items()])
             named_locals = {name: local for name, (_, local) in named.items()}
         else:
-            key, named_locals = (func, *[k for k, _ in taken]), {}
-        table = program_tables(transport_of(args, kwargs))[_mode()]
+            key, named_locals = (func, grad, *[k for k, _ in taken]), {}
+        table = program_tables(transport_of(args, kwargs))[mode()]
         plan = table.get(key)
         if plan is None:
             plan = self.plan(args, kwargs)
             if len(table) > MAX_PROGRAMS:
                 table.clear()
-            table[key] = plan
+            if plan.lasting:
+                table[key] = plan
         if not plan.simple:
             return self.run(plan, args, kwargs, locals_, named_locals)
         results = func(*locals_, **named_locals)
@@ -190,6 +194,7 @@ class Foreach:
                 if m is not None:
                     plan.moves.setdefault(at, [None] * count)[i] = m
         plan.odd = frozenset(odd)
+        plan.lasting = not any(_guarded(a) for _, a in _numbered(args, kwargs))
         plan.simple = not (plan.moves or plan.lone or plan.odd)
         return plan
 
@@ -198,12 +203,17 @@ class Foreach:
     ) -> tuple[dict[Any, Mover | None], Layout | None] | None:
         """Moves and result of one entry; None if it is odd."""
         tensors = [t for t in (*one, *named.values()) if isinstance(t, Tensor)]
-        if not any(type(t) is DTensor for t in tensors):
+        specs = [t._spec for t in tensors if type(t) is DTensor]
+        if not specs:
             return {}, None
-        if any(type(t) is DTensor and "_view_of" in t.__dict__ for t in tensors):
+        if any(spec.guards is not None for spec in specs):
             return None  # a copy where a view was asked for: the single call checks what may be done
-        if any(type(t) is not DTensor and t.requires_grad for t in tensors) and torch.is_grad_enabled():
-            return None
+        if torch.is_grad_enabled():
+            mesh = specs[0].layout.mesh
+            if any(spec.layout.mesh is not mesh for spec in specs) or any(
+                type(t) is not DTensor and t.requires_grad for t in tensors
+            ):
+                return None  # what enters needs a cast
         call = Call(self.single, one, named, True)
         made = compile_rule(
             self.entry, self.single, _operands(call, self.single), call.tree, call.kwargs, transport
@@ -262,6 +272,10 @@ class Foreach:
 def _numbered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     yield from enumerate(args)
     yield from kwargs.items()
+
+
+def _guarded(a: Any) -> bool:
+    return any(type(t) is DTensor and t._spec.guards is not None for t in (a if type(a) in (list, tuple) else (a,)))
 
 
 def _nth(a: Any, i: int) -> Any:

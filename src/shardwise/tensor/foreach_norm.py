@@ -18,7 +18,7 @@ from shardwise.comm.execute import Mover, mover
 from shardwise.comm.transport import Transport
 from shardwise.layout.layout import Layout
 from shardwise.program.spec import Spec, program_tables, spec_of
-from shardwise.tensor.dtensor import DTensor, _mode
+from shardwise.tensor.dtensor import DTensor, mode
 from shardwise.tensor.foreach import move_all, take, transport_of, wrap_all
 from shardwise.tensor.overrides import override
 
@@ -59,7 +59,7 @@ def _norms(
         return tuple([_one(func, t, ord, dtype) for t in self])
     list_key, locals_ = take(self)
     transport = transport_of((self,), {})
-    table, key = program_tables(transport)[_mode()], (func, list_key, float(ord), dtype)
+    table, key = program_tables(transport)[mode()], (func, list_key, float(ord), dtype)
     plan = table.get(key)
     if plan is None:
         plan = table[key] = _plan(self, float(ord), dtype, transport)

@@ -18,7 +18,7 @@ from shardwise.comm.transport import Transport
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import program_tables
-from shardwise.tensor.dtensor import DTensor, _mode
+from shardwise.tensor.dtensor import DTensor, mode
 from shardwise.tensor.foreach import move_all, take, transport_of
 from shardwise.tensor.overrides import override
 
@@ -49,6 +49,8 @@ def _plan(lists: Sequence[Sequence[Any]], kwargs: dict[str, Any], transport: Tra
     plan = FusedPlan()
     for i, first in enumerate(lists[0]):
         target = _target(first, [entries[i] for entries in lists[1:] if entries])
+        if target is None:
+            continue
         for at, entries in enumerate(lists):
             t = entries[i] if entries else None
             if not isinstance(t, DTensor):
@@ -69,14 +71,12 @@ def _plan(lists: Sequence[Sequence[Any]], kwargs: dict[str, Any], transport: Tra
     return plan
 
 
-def _target(first: Any, others: Sequence[Any]) -> Layout:
+def _target(first: Any, others: Sequence[Any]) -> Layout | None:
     if isinstance(first, DTensor):
         layout = first._spec.layout
         return layout.with_placement(layout.dims, (None,) * layout.mesh.ndim)
     found = next((t for t in others if isinstance(t, DTensor)), None)
-    if found is not None:
-        return found._spec.layout.replicated()
-    return Layout.of(Mesh.of("cpu", (1,), (0,)), None, first.shape)
+    return None if found is None else found._spec.layout.replicated()
 
 
 def _run(func: Any, plan: FusedPlan, locals_: list[Any], kwargs: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     named = {name: take(a)[1] for name, a in kwargs.items()}
     transport = transport_of(args, kwargs)
     key = (func, *[k for k, _ in taken], _numbers_by_type(kwargs))
-    table = program_tables(transport)[_mode()]
+    table = program_tables(transport)[mode()]
     plan = table.get(key)
     if plan is None:
         plan = table[key] = _plan(args, kwargs, transport)
@@ -124,7 +124,7 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     flag = found_inf._local if isinstance(found_inf, DTensor) else found_inf
     scale = inv_scale._local if isinstance(inv_scale, DTensor) else inv_scale
     key = (func, list_key)
-    table = program_tables(transport)[_mode()]
+    table = program_tables(transport)[mode()]
     plan = table.get(key)
     if plan is None:
         plan = _plan([grads], {}, transport)
