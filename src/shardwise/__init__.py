@@ -4,6 +4,7 @@ from shardwise.comm.meshes import init_device_mesh as init_device_mesh
 from shardwise.events import CommLog as CommLog
 from shardwise.layout.mesh import Mesh as DeviceMesh
 from shardwise.layout.placement import Partial as Partial, Replicate as Replicate, Shard as Shard
+from shardwise.random import rng as rng
 import shardwise.rules
 from shardwise.program.modes import strict as strict
 from shardwise.simulate import simulate as simulate

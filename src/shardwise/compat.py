@@ -12,6 +12,9 @@ LINALG_BUILTINS: Any = torch._C._linalg
 FFT_BUILTINS: Any = torch._C._fft
 SPECIAL_BUILTINS: Any = torch._C._special
 
+# Samplers of torch.distributions that have no public name.
+GAMMA_BUILTINS: Any = (torch._standard_gamma, torch._sample_dirichlet)
+
 # A tensor object with metadata and no data: 1.4 us, the floor of a wrapper.
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 
@@ -86,3 +89,25 @@ def untraceable() -> tuple[type[BaseException], ...]:
         UnsupportedFakeTensorException,
         NotImplementedError,
     )
+
+
+# Custom autograd Functions: their metaclass, and the ``apply`` of the C++ base (called with the class).
+FUNCTION_KIND: Any = type(torch.autograd.Function)
+native_apply: Any = lambda cls, *args, **kwargs: _C_APPLY(cls)(*args, **kwargs)  # noqa: E731
+
+
+def on_apply(handler: Any) -> None:
+    """Run ``handler(cls, *args)`` at ``apply`` of every custom Function, also where it was bound before."""
+    torch.autograd.function._SingleLevelFunction.apply = classmethod(handler)
+
+
+def sets_up_context(function: Any) -> bool:
+    """Whether a custom Function has a ``setup_context`` of its own (its forward then takes no ctx)."""
+    return function.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
+
+
+def backward_hook_core(cls: Any, replacement: Any = None) -> Any:
+    """The method of torch's ``BackwardHook`` that puts its node into the graph; or replace it."""
+    if replacement is not None:
+        cls._apply_on_tensors = replacement
+    return cls._apply_on_tensors

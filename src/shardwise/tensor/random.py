@@ -27,7 +27,7 @@ from shardwise.layout.mesh import Mesh, join
 from shardwise.program.spec import Spec, spec_of
 from shardwise.random import Draw, Like, draw, generator_fingerprint, stream_in_force
 from shardwise.random.draw import draw_bernoulli
-from shardwise.tensor.dispatch import Call, check_fresh, check_plain, into_out
+from shardwise.tensor.dispatch import Call, _check_fresh, _check_plain, into_out
 from shardwise.tensor.dtensor import DTensor, place, wrap
 from shardwise.tensor.overrides import OVERRIDES, Handler
 from shardwise.tensor.whole import run_whole, write_into
@@ -175,6 +175,15 @@ def overloads(*names: str) -> list[Any]:
     return found
 
 
+def _check_once(func: Any, plain: list[Tensor], mesh: Mesh, transport: Transport) -> None:
+    """Compare plain tensors over the ranks, once for each call and their shapes."""
+    seen: set[Any] = transport.state.setdefault("plain_checked", set())
+    key = (func, mesh, *((t.shape, t.dtype) for t in plain))
+    if key not in seen:
+        _check_plain(func, list(enumerate(plain)), mesh, transport)
+        seen.add(key)
+
+
 # ---- in-place draws -------------------------------------------------------------------------------
 
 _T = torch.Tensor
@@ -245,7 +254,7 @@ def _coins(spec: Spec, p: Tensor, generator: Generator | None) -> Tensor:
     if isinstance(p, DTensor):
         local = place(p, layout.dims, layout.partial, layout.mesh)
     else:
-        check_plain("bernoulli", [p], layout.mesh, spec.transport)
+        _check_once(torch.bernoulli, [p], layout.mesh, spec.transport)
         local = p[tuple(slice(o, o + n) for o, n in zip(spec.offsets, spec.local_shape))] if p.ndim else p
     like = prepare(spec, local.device, generator)
     order = memory_order(layout) or tuple(range(layout.ndim))
@@ -300,7 +309,7 @@ def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(names, args)) | kwargs
     x, p = given.get("input", given.get("self")), given.get("p")
     first: Any = x if isinstance(x, DTensor) else p
-    check_fresh(first)
+    _check_fresh(first)
     spec = _row_major(first._spec, x.shape, x.dtype)
     generator = kwargs.get("generator")
     if p is not None and not isinstance(p, Tensor):
@@ -318,7 +327,7 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise LayoutError("torch.normal: neither mean nor std is a DTensor; use shardwise.randn")
     first = tensors[0]
     for t in tensors:
-        check_fresh(t)
+        _check_fresh(t)
     shape = torch.broadcast_shapes(*(t.shape for t in (mean, std) if isinstance(t, Tensor)))
     spec = _row_major(first._spec, shape, first.dtype)
     with torch.no_grad():
@@ -344,9 +353,9 @@ def run_in_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     mesh = join([t._spec.layout.mesh for t in tensors])
     plain = [t for t in call.tensors if not isinstance(t, DTensor)]
     if plain:
-        check_plain(getattr(func, "__name__", str(func)), plain, mesh, call.transport)
+        _check_once(func, plain, mesh, call.transport)
     for t in tensors:
-        check_fresh(t)
+        _check_fresh(t)
     in_step(mesh, call.transport, kwargs.get("generator"))
     return run_whole(func, call.tensors, call.tree, call.kwargs)
 
