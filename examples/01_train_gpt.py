@@ -16,7 +16,6 @@ import sys
 import time
 
 from show import Bars, picture, table
-
 import torch
 from torch import nn
 import torch.nn.functional as F
@@ -43,7 +42,8 @@ class Block(nn.Module):
     def forward(self, x):
         B, T, D = x.shape
         h = self.ln1(x)
-        q, k, v = (f(h).view(B, T, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        q, k, v = (x.view(B, T, self.heads, -1).transpose(1, 2) for x in (q, k, v))
         p = self.dropout.p if self.training else 0.0
         a = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         x = x + self.dropout(self.o(a.transpose(1, 2).reshape(B, T, D)))
@@ -74,21 +74,22 @@ class GPT(nn.Module):
 
 
 def distribute(model, mesh, shard_vocab=False):
-    """Megatron's layout: what comes first is cut by rows of its output, what follows by columns.
+    """Megatron's layout: q, k, v and up are cut by their outputs, o and down by their inputs.
 
-    So each rank keeps its own heads and hidden units from one end of the pair to the other, and one
-    all-reduce at the end of a pair is all that is sent. What is not named here is replicated.
+    So a rank computes its own heads, and its own hidden units, without a word to the others; what
+    it lacks is one all-reduce at the end of o and of down. What is not named here is replicated.
     """
-    over_tp = {"q": Shard(0), "k": Shard(0), "v": Shard(0), "up": Shard(0), "o": Shard(1), "down": Shard(1)}
+    over_tp = dict.fromkeys(("q", "k", "v", "up"), Shard(0))
+    over_tp |= dict.fromkeys(("o", "down"), Shard(1))
     if shard_vocab:
-        over_tp |= {"tok": Shard(0), "head": Shard(0)}
+        over_tp["tok"] = Shard(0)  # and the head, which is tied to it
 
     def partition(name, module, mesh):
         how = over_tp.get(name.rpartition(".")[2])
         for key, p in list(module.named_parameters(recurse=False)):
             if how is not None and how.dim < p.ndim:  # the bias of a row-wise layer is whole
-                placements = [Replicate(), how][: mesh.ndim]
-                module.register_parameter(key, nn.Parameter(shardwise.distribute_tensor(p, mesh, placements)))
+                p = shardwise.distribute_tensor(p, mesh, [Replicate(), how][: mesh.ndim])
+                module.register_parameter(key, nn.Parameter(p))
 
     return shardwise.distribute_module(model, mesh, partition)
 
@@ -119,24 +120,26 @@ def train(options, text, mesh=None, tick=lambda: None):
     if mesh is not None:
         distribute(model, mesh, options.shard_vocab)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, options.steps))
-    order = torch.Generator().manual_seed(options.seed)  # of the batches: both runs read the same
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(options.steps))
+    order = torch.Generator().manual_seed(options.seed)  # both runs read the same batches
     run = Run()
 
     def batch():
         start = torch.randint(len(text) - options.context, (options.batch, 1), generator=order)
         window = text[start + torch.arange(options.context + 1)].long()
         pair = window[:, :-1].contiguous(), window[:, 1:].contiguous()
-        return pair if mesh is None else [shardwise.distribute_tensor(x, mesh, [Shard(0)]) for x in pair]
+        if mesh is None:
+            return pair
+        return [shardwise.distribute_tensor(x, mesh, [Shard(0)]) for x in pair]
 
     for _ in range(options.steps):
         start, total = time.perf_counter(), 0.0
         with shardwise.CommLog() as run.log:
             for _ in range(MICRO_BATCHES):
                 tokens, targets = batch()
-                loss = F.cross_entropy(model(tokens).view(-1, VOCAB), targets.view(-1)) / MICRO_BATCHES
-                loss.backward()
-                total += loss.item()
+                loss = F.cross_entropy(model(tokens).view(-1, VOCAB), targets.view(-1))
+                (loss / MICRO_BATCHES).backward()
+                total += loss.item() / MICRO_BATCHES
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -150,10 +153,15 @@ def train(options, text, mesh=None, tick=lambda: None):
     return run
 
 
-def warmup_cosine(step, steps, warmup=10):
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
+def warmup_cosine(steps, warmup=10):
+    """The share of the learning rate at each step."""
+
+    def share(step):
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(steps - warmup, 1))
+
+    return share
 
 
 def difference(a, b):
@@ -179,25 +187,28 @@ def write(options, weights, prompt, count=70):
 def stdlib_text():
     """The sources of Python's standard library: real text that every machine has."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+    text = bytearray(b"".join(f.read_bytes() for f in files))
+    return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def parse(args=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--mesh", type=int, nargs="+", default=[2, 2], help="sizes of dp and (optional) tp")
-    parser.add_argument("--dtype", choices=list(BOUND), default="float32")
-    parser.add_argument("--shard-vocab", action="store_true", help="cut the tied embedding over tp, too")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a micro batch, over all ranks")
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
-    parser.add_argument("--quiet", action="store_true", help="print the last line only")
+    show_doc = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=show_doc)
+    add = parser.add_argument
+    add("--steps", type=int, default=50)
+    add("--mesh", type=int, nargs="+", default=[2, 2], help="sizes of dp and (optional) tp")
+    add("--dtype", choices=list(BOUND), default="float32")
+    add("--shard-vocab", action="store_true", help="cut the tied embedding over tp, too")
+    add("--layers", type=int, default=3)
+    add("--width", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--context", type=int, default=128)
+    add("--batch", type=int, default=8, help="sequences in a micro batch, over all ranks")
+    add("--dropout", type=float, default=0.1)
+    add("--lr", type=float, default=3e-3)
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path(__file__).parent / "out", help="for the picture")
+    add("--quiet", action="store_true", help="print the last line only")
     return parser.parse_args(args)
 
 
@@ -208,25 +219,26 @@ def main():
     first = int(os.environ.get("RANK", 0)) == 0
     bars = Bars(options.steps, show=first and not options.quiet)
 
-    def rank():
-        mesh = shardwise.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
-        return train(options, text, mesh, bars.tick("sharded") if mesh.get_rank() == 0 else lambda: None)
+    def rank(_=None):
+        names = ("dp", "tp")[: len(shape)]
+        mesh = shardwise.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        tick = bars.tick("sharded") if mesh.get_rank() == 0 else lambda: None
+        return train(options, text, mesh, tick)
 
-    # Random numbers as plain torch would draw them. (The default stream depends on no mesh either,
-    # and costs less on many ranks, but its numbers are not torch's.)
+    # Draw what plain torch would draw. The default stream does not depend on the mesh either, and
+    # is cheaper on many ranks, but its numbers are its own.
     with shardwise.rng(like="torch"), bars:
         plain = train(options, text, tick=bars.tick("plain")) if first else None
-        sharded = rank() if launched else shardwise.simulate(lambda _: rank(), math.prod(shape))[0]
+        sharded = rank() if launched else shardwise.simulate(rank, math.prod(shape))[0]
     if not first:
         return
-    worst = difference(plain.losses, sharded.losses)
+    worst, bound = difference(plain.losses, sharded.losses), BOUND[options.dtype]
     if not options.quiet:
-        tokens = MICRO_BATCHES * options.batch * options.context
-        print(table(plain, sharded, tokens))
+        print(table(plain, sharded, MICRO_BATCHES * options.batch * options.context))
         print("the model writes:", repr(write(options, sharded.weights, "def ")))
         print("see", picture(plain, sharded, options.out))
-    print(f"largest relative difference of the losses: {worst:.1e} (at most {BOUND[options.dtype]:.0e})")
-    sys.exit(worst > BOUND[options.dtype])
+    print(f"largest relative difference of the losses: {worst:.1e} (allowed: {bound:.0e})")
+    sys.exit(worst > bound)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def untraceable() -> tuple[type[BaseException], ...]:
 
 # Custom autograd Functions: their metaclass, and the ``apply`` of the C++ base (called with the class).
 FUNCTION_KIND: Any = type(torch.autograd.Function)
-native_apply: Any = lambda cls, *args, **kwargs: _C_APPLY(cls)(*args, **kwargs)  # noqa: E731
+native_apply: Any = torch._C._FunctionBase.__dict__["apply"]
 
 
 def on_apply(handler: Any) -> None:

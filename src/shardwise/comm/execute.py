@@ -197,7 +197,7 @@ def _compile(move: Move, coord: tuple[int, ...], transport: Transport) -> Step:
         case "slice":
             (mine, _), (whole, _) = move.dst.box(coord), move.src.box(coord)
             dim, size = move.dim, move.dst.box(coord)[1][move.dim]
-            start = mine[dim] - whole[dim]
+            start = mine[dim] - whole[dim] if size else 0
             return lambda x: x.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
         case "pad":
             return _pad(move, coord)
@@ -286,7 +286,37 @@ def _pad(move: Move, coord: Any) -> Step:
     return pad
 
 
+def _swapped_dims(move: Move) -> tuple[int, int] | None:
+    """The dims (i, j) of a move that only takes the minor axes of i to the end of j, all pieces even."""
+    src, dst = move.src, move.dst
+    changed = [d for d in range(src.ndim) if src.dims[d] != dst.dims[d]]
+    if len(changed) != 2:
+        return None
+    i, j = changed if len(src.dims[changed[0]]) > len(dst.dims[changed[0]]) else changed[::-1]
+    taken = src.dims[i][len(dst.dims[i]) :]
+    moved = src.dims[i] == (*dst.dims[i], *taken) and dst.dims[j] == (*src.dims[j], *taken)
+    even = all(layout.is_even_dim(d) for layout in (src, dst) for d in (i, j))
+    return (i, j) if moved and taken == move.axes and even else None
+
+
+def _all_to_all(dims: tuple[int, int], transport: Transport, ranks: Any, tag: str) -> Step:
+    """S(i) -> S(j) with even pieces: two reshuffles around one exchange."""
+    i, j = dims
+    n = len(ranks)
+
+    def all_to_all(x: Tensor) -> Tensor:
+        parts = x.unflatten(j, (n, x.shape[j] // n)).movedim(j, 0)
+        count = x.numel() // n
+        got = transport.all_to_all(parts.reshape(-1), ranks, [count] * n, [count] * n, tag=tag)
+        return got.view(parts.shape).movedim(0, i).flatten(i, i + 1)
+
+    return all_to_all
+
+
 def _one_shot(move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str) -> Step:
+    swapped = _swapped_dims(move)
+    if swapped is not None:
+        return _all_to_all(swapped, transport, ranks, tag)
     held, needed = move.src.box(coord), move.dst.box(coord)
 
     def within(base: Any, part: Any) -> tuple[slice, ...] | None:

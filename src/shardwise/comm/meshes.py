@@ -49,9 +49,12 @@ def init_device_mesh(
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(int(n) for n in mesh_shape)
     size, world = math.prod(shape), current().world_size
     if size > world:
-        raise MeshError(f"a mesh of shape {shape} needs {size} ranks; the world has {world}")
+        raise MeshError(
+            f"a mesh of shape {shape} needs {size} ranks; the world has {world}.",
+            tries=[f"torchrun --nproc-per-node={size} ...", f"shardwise.simulate(fn, {size})"],
+        )
     if min(shape, default=1) < 1:
-        raise MeshError(f"a mesh of shape {shape} has an axis without ranks")
+        raise MeshError(f"a mesh of shape {shape} has an axis without ranks.")
     names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
     return Mesh.of(device_type, shape, tuple(range(size)), names)
 
@@ -76,4 +79,4 @@ def as_mesh(mesh: Any) -> Mesh:
     if hasattr(mesh, "device_type") and hasattr(mesh, "mesh"):  # torch's DeviceMesh
         names = getattr(mesh, "mesh_dim_names", None)
         return Mesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
-    raise MeshError(f"not a device mesh: {mesh!r}; make one with init_device_mesh")
+    raise MeshError(f"not a device mesh: {mesh!r}.", tries=["init_device_mesh(device_type, shape)"])

@@ -212,7 +212,7 @@ class Layout:
         axes = tuple(range(mesh.ndim)) if mesh == self.mesh else self.mesh.axes_in(mesh)
         if axes is None:
             from_, to = self.mesh, mesh
-            raise MeshError(f"a layout on {from_} cannot be read on {to}: it is no slice of it")
+            raise MeshError(f"a layout on {from_} cannot be read on {to}: it is no slice of it.")
         partial: list[str | None] = [None] * mesh.ndim
         for a, op in zip(axes, self.partial):
             partial[a] = op
@@ -256,7 +256,7 @@ def parse(mesh: Mesh, placements: Any, ndim: int) -> tuple[Dims, Partials]:
         if placements.mesh is not mesh:
             placements = placements.on(mesh)
         if len(placements.dims) != ndim:
-            raise LayoutError(f"the layout {placements} is of {placements.ndim} dims, the tensor has {ndim}")
+            raise LayoutError(f"the layout {placements} is of {placements.ndim} dims, the tensor has {ndim}.")
         return placements.dims, placements.partial
     if isinstance(placements, (Placement, str)):
         placements = (placements,)
@@ -269,13 +269,13 @@ def parse(mesh: Mesh, placements: Any, ndim: int) -> tuple[Dims, Partials]:
 def _parse_placements(mesh: Mesh, entries: tuple[Placement, ...], ndim: int) -> tuple[Dims, Partials]:
     if len(entries) > mesh.ndim:
         said = ", ".join(map(str, entries))
-        raise LayoutError(f"{len(entries)} placements ({said}) for a mesh with {mesh.ndim} axes: {mesh}")
+        raise LayoutError(f"{len(entries)} placements ({said}) for a mesh with {mesh.ndim} axes: {mesh}.")
     on_dim: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
     partial: list[str | None] = [None] * mesh.ndim
     for axis, p in enumerate(entries):
         if isinstance(p, Shard):
             if not -ndim <= p.dim < ndim:
-                raise LayoutError(f"{p!r} on a tensor with {ndim} dims (mesh axis {mesh.axis_name(axis)})")
+                raise LayoutError(f"{p!r} on a tensor with {ndim} dims (mesh axis {mesh.axis_name(axis)}).")
             dim = p.dim % ndim
             on_dim[dim].append((axis if p.order is None else p.order, axis))
         elif isinstance(p, Partial):
@@ -283,19 +283,19 @@ def _parse_placements(mesh: Mesh, entries: tuple[Placement, ...], ndim: int) -> 
     kinds = {"sum" if op == "avg" else op for op in partial if op is not None}
     if len(kinds) > 1:
         said = ", ".join(map(str, entries))
-        raise LayoutError(f"pending reductions of different kinds do not commute: [{said}] has no one value")
+        raise LayoutError(f"pending reductions of different kinds do not commute: [{said}] has no one value.")
     return tuple(tuple(axis for _, axis in sorted(found)) for found in on_dim), tuple(partial)
 
 
 def _parse_spec(mesh: Mesh, entries: tuple[Any, ...], ndim: int) -> tuple[Dims, Partials]:
     if len(entries) > ndim:
-        raise LayoutError(f"a spec of {len(entries)} entries {entries} for a tensor with {ndim} dims")
+        raise LayoutError(f"a spec of {len(entries)} entries {entries} for a tensor with {ndim} dims.")
     dims: list[tuple[int, ...]] = []
     for entry in entries:
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         dims.append(tuple(mesh.axis(n) for n in names))
     used = [a for axes in dims for a in axes]
     if len(set(used)) != len(used):
-        raise LayoutError(f"the spec {entries} uses a mesh axis twice")
+        raise LayoutError(f"the spec {entries} uses a mesh axis twice.")
     dims += [()] * (ndim - len(dims))
     return tuple(dims), (None,) * mesh.ndim

@@ -135,12 +135,10 @@ class Mesh:
         """
         if isinstance(axis, str):
             if self.names is None or axis not in self.names:
-                raise MeshError(
-                    f'the mesh has no axis "{axis}"; its axes are {self.names or tuple(range(self.ndim))}'
-                )
+                raise MeshError(f'the mesh has no axis "{axis}": {self}.')
             return self.names.index(axis)
         if not -self.ndim <= axis < self.ndim:
-            raise MeshError(f"axis {axis} is out of range for a mesh with {self.ndim} axes")
+            raise MeshError(f"axis {axis} is out of range for a mesh with {self.ndim} axes: {self}.")
         return axis % self.ndim if self.ndim else 0
 
     def axis_name(self, axis: int) -> str:
@@ -299,7 +297,7 @@ def join(meshes: Sequence[Mesh]) -> Mesh:
     largest = max(meshes, key=lambda m: (len(m.ranks), m.ndim))
     for m in meshes:
         if m is not largest and m != largest and m.axes_in(largest) is None:
-            raise MeshError(f"the operands live on meshes that cannot be combined: {m} is no slice of {largest}")
+            raise MeshError(f"the operands live on meshes that cannot be combined: {m} is no slice of {largest}.")
     return largest
 
 

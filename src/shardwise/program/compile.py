@@ -184,8 +184,8 @@ def compile_rule(
     layouts = _out_layouts(rule, choice, func, operands, args, kwargs, known)
     program = Program(func, movers)
     program.inplace, program.view = entry.inplace, rule.view
-    program.moved_view = rule.view and movers[0] is not None
     use_local = choice.local and rule.local is not None
+    program.moved_view = rule.view and (movers[0] is not None or use_local)  # local programs of views copy
     if use_local or rule.localize is not None:
         mesh = operands[0].layout.mesh
         ctx = LocalContext(

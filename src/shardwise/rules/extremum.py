@@ -226,8 +226,8 @@ def topk(input: Arg, k: Any, dim: Any = -1, largest: bool = True, sorted: bool =
             index = torch.cat((index, index.new_full(lack, _NEVER)), d)
         values = torch.cat(group.stack(value).unbind(), d)
         indices = torch.cat(group.gather(index).unbind(), d)
-        order = indices.argsort(d)  # among equals the first wins, and what only fills comes last
-        best = values.detach().gather(d, order).argsort(d, descending=largest, stable=True)
+        order = indices.argsort(dim=d)  # among equals the first wins, and what only fills comes last
+        best = values.detach().gather(d, order).argsort(dim=d, descending=largest, stable=True)
         order = order.gather(d, best.narrow(d, 0, k))
         return torch.return_types.topk((values.gather(d, order), indices.gather(d, order)))
 

@@ -122,7 +122,13 @@ def numbered(prefix: str, count: int) -> Labels:
     return tuple(f"{prefix}{i}" for i in range(count))
 
 
-def aligned(arg: Arg, names: Labels) -> Labels:
-    """Labels of an operand that broadcasts against a result with labels ``names``: aligned right."""
+def aligned(arg: Arg, names: Labels, shape: tuple[int, ...] | None = None) -> Labels:
+    """Labels of an operand that broadcasts against a result with labels ``names``: aligned right.
+
+    With the result's shape, a dim of size one that has that size there too keeps its label.
+    """
     tail = names[len(names) - arg.ndim :]
+    if shape is not None:
+        sizes = shape[len(shape) - arg.ndim :]
+        return tuple(ONE if n == 1 and size != 1 else name for n, name, size in zip(arg.shape, tail, sizes))
     return tuple(ONE if n == 1 else name for n, name in zip(arg.shape, tail))

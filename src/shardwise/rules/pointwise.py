@@ -65,7 +65,7 @@ def elementwise(operands: list[Arg], linear: tuple[frozenset[Arg], ...] = (), re
     """The rule of an op that broadcasts its operands and works element by element."""
     shape = tuple(torch.broadcast_shapes(*(a.shape for a in operands)))
     names = numbered("d", len(shape))
-    ins = {a: aligned(a, names) for a in operands}
+    ins = {a: aligned(a, names, shape) for a in operands}
     return Rule(ins, (names,) * results, linear=linear, out_shapes=(shape,) * results)
 
 
@@ -119,7 +119,7 @@ def _copy_(x: Arg, src: Any, *args: Any, **kwargs: Any) -> Rule:
     names = numbered("d", x.ndim)
     operands = tensor_operands(src)
     both = len(operands) == 1 and operands[0].shape == x.shape
-    ins = {x: names} | {a: aligned(a, names) for a in operands}
+    ins = {x: names} | {a: aligned(a, names, x.shape) for a in operands}
     return Rule(ins, (names,), linear=(frozenset([x, *operands]),) if both else ())
 
 

@@ -64,6 +64,7 @@ def reduction(
     op: str = "none",
     linear: bool = False,
     results: int = 1,
+    always: bool = False,
 ) -> Rule:
     """The rule of an op that reduces ``dims``: with a local program over sharded ones, or a pending ``op``."""
     names = numbered("d", x.ndim)
@@ -75,6 +76,7 @@ def reduction(
         special=frozenset(gone if local is not None else ()),
         linear=(frozenset([x]),) if linear else (),
         local=local,
+        always_local=always,
     )
 
 
@@ -262,7 +264,8 @@ def _spread(name: str) -> Any:
             spread = drop(safe_sqrt(spread) if root else spread, dims, keepdim).to(input.dtype)
             return (spread, drop(middle, dims, keepdim).to(input.dtype)) if both else spread
 
-        return reduction(input, dims, keepdim, local=local, results=2 if both else 1)
+        warns = input.layout.has_empty()  # torch's own op warns about an empty piece
+        return reduction(input, dims, keepdim, local=local, results=2 if both else 1, always=warns)
 
     return answer
 

@@ -149,6 +149,14 @@ def stays(layout: Layout, dim: int, rows: range) -> bool:
     return True
 
 
+def bounds(item: Rows) -> Any:
+    """An int or a slice again."""
+    rows = item.rows
+    if item.full:
+        return slice(None)
+    return rows.start if item.drop else slice(rows.start, rows.stop, rows.step)
+
+
 def as_slice(rows: range, start: int) -> slice:
     """Rows as a slice of a piece that begins at row ``start``."""
     if not rows:
@@ -158,7 +166,10 @@ def as_slice(rows: range, start: int) -> slice:
 
 def held(rows: range, start: int, count: int) -> tuple[int, int]:
     """The part ``rows[i:j]`` that a piece of ``count`` rows from ``start`` holds."""
-    i, j = (min(max(-(-(edge - rows.start) // rows.step), 0), len(rows)) for edge in (start, start + count))
+    i, j = (
+        min(max(-(-(edge - rows.start) // rows.step), 0), len(rows))
+        for edge in (start, start + count)
+    )
     return i, j
 
 
@@ -178,13 +189,16 @@ def taken(x: Tensor, dim: int, start: int, rows: range) -> Tensor:
     return torch.cat([ends[0], piece, ends[1]], dim)
 
 
-def shifted(index: Tensor, start: int, count: int, size: int, elsewhere: int = 0) -> tuple[Tensor, Tensor]:
+def shifted(
+    index: Tensor, start: int, count: int, size: int, elsewhere: int = 0, *, wrap: bool = False
+) -> tuple[Tensor, Tensor]:
     """Positions in a piece of ``count`` rows from ``start``, and which of them are in it.
 
     A position that another rank holds becomes ``elsewhere``; one outside the whole dim becomes one that
-    torch will refuse, on all ranks alike.
+    torch will refuse, on all ranks alike. With ``wrap`` negative ones count from the end.
     """
-    index = torch.where(index < 0, index + size, index)
+    if wrap:
+        index = torch.where(index < 0, index + size, index)
     inside = (index >= start) & (index < start + count)
     bad = (index < 0) | (index >= size)
     out = torch.where(bad, index.new_full((), count + size + 1), index.new_full((), elsewhere))

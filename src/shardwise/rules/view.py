@@ -43,7 +43,9 @@ def some_dims(dims: Any, ndim: int) -> Shape | None:
     return None if None in counted else counted  # pyright: ignore[reportReturnType]
 
 
-def view_of(x: Arg, ins: Labels, out: Labels, shape: Sequence[int] | None = None, **more: Any) -> Rule:
+def view_of(
+    x: Arg, ins: Labels, out: Labels, shape: Sequence[int] | None = None, **more: Any
+) -> Rule:
     """One tensor in, a view of it out; linear."""
     sizes = dict(zip(ins, x.shape)) | {ONE: 1}
     shape = tuple(sizes[name] for name in out) if shape is None else tuple(shape)
@@ -51,7 +53,9 @@ def view_of(x: Arg, ins: Labels, out: Labels, shape: Sequence[int] | None = None
     return Rule({x: ins}, (out,), linear=(frozenset([x]),), out_shapes=(shape,), **more)
 
 
-def _by_position(ctx: Any, x: Any, *_: Any, **__: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _by_position(
+    ctx: Any, x: Any, *_: Any, **__: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``f(x, sizes)`` with the sizes of this rank's piece."""
     return (x, ctx.outs[0].local_shape), {}
 
@@ -129,7 +133,9 @@ def _view_or_copy(x: Arg, shape: Shape | None, localize: Any = _by_position) -> 
     if meta.reshape(shape)._base is not None:
         return _reshaped(x, shape, localize)
     ins, out, divides = regrouped(x.shape, shape)
-    return view_of(x, ins, out, shape, divides=divides, view=False, local=_copied, always_local=True)
+    return view_of(
+        x, ins, out, shape, divides=divides, view=False, local=_copied, always_local=True
+    )
 
 
 @rule(_T.view, "aten.view")
@@ -183,7 +189,9 @@ def unflatten(input: Arg, dim: Any, sizes: Any) -> Rule | None:
     if parts is None:
         return None
 
-    def localize(ctx: Any, x: Any, *_: Any, **__: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def localize(
+        ctx: Any, x: Any, *_: Any, **__: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (x, at, tuple(ctx.outs[0].local_shape[at : at + len(parts)])), {}
 
     return _reshaped(input, (*input.shape[:at], *parts, *input.shape[at + 1 :]), localize)
@@ -206,7 +214,9 @@ def permute(input: Arg, *dims: Any, **kwargs: Any) -> Rule | None:
     return permuted(input, order)
 
 
-@rule("transpose", "swapaxes", "swapdims", "aten.transpose.int", "aten.swapaxes", "aten.swapdims")
+@rule(
+    "transpose", "swapaxes", "swapdims", "aten.transpose.int", "aten.swapaxes", "aten.swapdims"
+)
 def transpose(input: Arg, dim0: Any = None, dim1: Any = None, **axes: Any) -> Rule | None:
     """Two dims swapped."""
     a = one_dim(axes.get("axis0", dim0), input.ndim)
@@ -237,16 +247,24 @@ def adjoint(input: Arg) -> Rule | None:
 def movedim(input: Arg, source: Any, destination: Any) -> Rule | None:
     """Some dims moved to other places."""
     src, dst = some_dims(source, input.ndim), some_dims(destination, input.ndim)
-    if src is None or dst is None or len(src) != len(dst) or len(set(src)) != len(src) or len(set(dst)) != len(dst):
+    if (
+        src is None
+        or dst is None
+        or len(src) != len(dst)
+        or len(set(src)) != len(src)
+        or len(set(dst)) != len(dst)
+    ):
         return None
     if not input.ndim:
         return permuted(input, ())
     placed = dict(zip(dst, src))
     rest = iter([d for d in range(input.ndim) if d not in src])
-    return permuted(input, [placed[d] if d in placed else next(rest) for d in range(input.ndim)])
+    return permuted(
+        input, [placed[d] if d in placed else next(rest) for d in range(input.ndim)]
+    )
 
 
-@rule("detach", "alias", "aten.detach", "aten.alias")
+@rule("detach", "aten.detach", "aten.alias")
 def same(input: Arg) -> Rule:
     """The same elements under the same shape."""
     return permuted(input, range(input.ndim))
@@ -264,7 +282,9 @@ def squeeze(input: Arg, dim: Any = None, *, axis: Any = None) -> Rule | None:
     names = tuple(ONE if d in gone else f"d{d}" for d in range(input.ndim))
     out = tuple(f"d{d}" for d in range(input.ndim) if d not in gone)
 
-    def localize(ctx: Any, x: Any, *_: Any, **__: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def localize(
+        ctx: Any, x: Any, *_: Any, **__: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (x, gone), {}
 
     shape = tuple(n for d, n in enumerate(input.shape) if d not in gone)
@@ -286,7 +306,12 @@ def squeeze_overload(input: Arg, dim: Any = None) -> Rule | None:
         return torch.squeeze(x, gone)
 
     return view_of(
-        input, names, made.outs[0], made.out_shapes[0] if made.out_shapes else None, local=local, special=frozenset(names)
+        input,
+        names,
+        made.outs[0],
+        made.out_shapes[0] if made.out_shapes else None,
+        local=local,
+        special=frozenset(names),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.comm.execute import mover
 from shardwise.errors import GradientError, LayoutError
+from shardwise.program.spec import Spec
 from shardwise.tensor.dtensor import DTensor, wrap_like
 from shardwise.tensor.gradients import seed
 from shardwise.tensor.overrides import override
@@ -34,25 +35,26 @@ def _seeds(tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
         elif g is None:
             if t._spec.shape.numel() != 1 and t._local.requires_grad:
                 raise GradientError(
-                    f"grad can be implicitly created only for scalar outputs, not for shape {tuple(t.shape)}; "
-                    "reduce it first, or pass a gradient"
+                    f"grad can be implicitly created only for scalar outputs, not for shape {tuple(t.shape)}.",
+                    tries=["reduce it first: x.sum().backward()", "pass a gradient of the same shape"],
                 )
             out.append(seed(t._spec, t._local))
         else:
-            out.append(_given(t, g))
+            out.append(given(t._spec, g))
     return out
 
 
-def _given(t: DTensor, g: Any) -> Tensor:
-    dual = t._spec.layout.dual().with_dtype(g.dtype)
-    if tuple(g.shape) != tuple(t.shape):
-        raise LayoutError(f"a gradient of shape {tuple(g.shape)} for an output of shape {tuple(t.shape)}")
+def given(spec: Spec, g: Tensor) -> Tensor:
+    """A gradient in any layout (a plain one counts as replicated) as a local in the dual of ``spec``."""
+    dual = spec.layout.dual().with_dtype(g.dtype)
+    if tuple(g.shape) != tuple(spec.shape):
+        raise LayoutError(f"a gradient of shape {tuple(g.shape)} for a tensor of shape {tuple(spec.shape)}")
     if isinstance(g, DTensor):
         src = g._spec.layout if g._spec.layout.mesh is dual.mesh else g._spec.layout.on(dual.mesh)
         local = g._local
     else:
         src, local = dual.replicated(), g
-    return mover(src, src.with_placement(dual.dims, dual.partial), t._spec.transport)(local)
+    return mover(src, src.with_placement(dual.dims, dual.partial), spec.transport)(local)
 
 
 @override(torch.autograd.backward)

@@ -6,15 +6,12 @@ axes that were missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
 from shardwise.comm.groups import Group
 from shardwise.comm.transport import current
 from shardwise.layout.mesh import Mesh
-from shardwise.program.compile import Program
 from shardwise.tensor.dtensor import DTensor
 
 
@@ -23,26 +20,6 @@ def onto(t: Tensor, mesh: Mesh) -> Tensor:
     local = t._local if isinstance(t, DTensor) else t
     axes = _missing(t, mesh)
     return _cast(local, mesh, axes) if axes else local
-
-
-def entering(program: Program, tensors: Sequence[Tensor], mesh: Mesh) -> None:
-    """Make a program cast those of its operands that do not speak of all axes of ``mesh``."""
-    movers = list(program.movers)
-    for i, t in enumerate(tensors):
-        axes = _missing(t, mesh)
-        if not axes or not (isinstance(t, DTensor) or t.requires_grad):
-            continue
-        movers[i] = _entry(movers[i], mesh, axes)
-        program.simple = False
-    program.movers = tuple(movers)
-
-
-def _entry(move: Callable[[Tensor], Tensor] | None, mesh: Mesh, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    def enter(local: Tensor) -> Tensor:
-        local = _cast(local, mesh, axes)
-        return local if move is None else move(local)
-
-    return enter
 
 
 def _missing(t: Tensor, mesh: Mesh) -> tuple[int, ...]:

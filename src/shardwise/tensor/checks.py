@@ -46,6 +46,10 @@ def check_equal_on_all_ranks(named: Sequence[tuple[str, Tensor]], mesh: Mesh, tr
     ]
     if bad:
         raise LayoutError(
-            f"{'; '.join(bad)}: a plain tensor next to a DTensor counts as replicated, but its values differ between "
-            "ranks. If each rank has its own piece, write DTensor.from_local(x, mesh, [Shard(0)])"
+            f"{'; '.join(bad)}: a plain tensor next to a DTensor counts as replicated, but its values differ "
+            "between ranks.",
+            tries=[
+                "DTensor.from_local(x, mesh, placements) if every rank has its own piece",
+                "distribute_tensor(x, mesh) to take the first rank's values everywhere",
+            ],
         )

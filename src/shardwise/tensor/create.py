@@ -17,16 +17,18 @@ from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.crossings import local_spec
 from shardwise.tensor.dtensor import DTensor, wrap
+from shardwise.tensor.explain import explained
 
 
+@explained("distribute_tensor", "tensor", "device_mesh", "placements", "src_data_rank")
 def distribute_tensor(
     tensor: Tensor, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
 ) -> DTensor:
     """Lay a tensor out on a mesh. The caller's tensor is never written to.
 
     Args:
-        tensor: The whole tensor, on every rank; only its shape and dtype matter on ranks that are not the
-            source.
+        tensor: The whole tensor, on every rank; only its shape, stride and dtype matter on ranks that are
+            not the source.
         device_mesh: The mesh; None is that of ``with mesh:``, else one over the world.
         placements: Placements (one per mesh axis; missing ones replicate), a spec (one entry per dim), or a
             layout. None replicates.
@@ -60,7 +62,10 @@ def _piece(tensor: Tensor, spec: Spec, source: int | None) -> Tensor:
     if tensor.device.type == "meta" or source is None or len(mesh.ranks) == 1:
         return _masked(_cut(tensor, layout, coord).clone(memory_format=torch.preserve_format), layout, coord)
     if not 0 <= source < len(mesh.ranks):
-        raise LayoutError(f"src_data_rank {source} is not on a mesh of {len(mesh.ranks)} ranks")
+        raise LayoutError(
+            f"src_data_rank {source} is not on a mesh of {len(mesh.ranks)} ranks.",
+            tries=["src_data_rank=0, the mesh's first rank", "src_data_rank=None: every rank cuts its own"],
+        )
     src = mesh.ranks[source]
     shape = [spec.local_shape[d] for d in _memory_order(layout)]
     like = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)

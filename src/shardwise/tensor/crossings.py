@@ -9,14 +9,16 @@ from torch import Tensor
 
 from shardwise.comm.execute import Mover, fresh, mover
 from shardwise.comm.transport import Transport, current
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, MeshError
 from shardwise.events import user_site
 from shardwise.layout import boxes
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import Spec, spec_of
+from shardwise.tensor.casts import onto
 from shardwise.tensor.checks import checksum
-from shardwise.tensor.dtensor import _CROSSINGS, DTensor, resolve, wrap
+from shardwise.tensor.dtensor import _CROSSINGS, DTensor, alias, resolve, wrap
+from shardwise.tensor.explain import explained
 
 
 class _Enter(torch.autograd.Function):
@@ -83,11 +85,15 @@ class _Guess:
             seen.discard(key)
             raise LayoutError(
                 f"to_local() of {self.layout} without grad_placements takes the gradient of a replicated piece to be "
-                "equal on all ranks, but it differs; write x.to_local(grad_placements=[Partial()]) if each rank "
-                "contributes a part (a replicated weight used on sharded rows)"
+                "equal on all ranks, but it differs.",
+                tries=[
+                    "x.to_local(grad_placements=[Partial()]) if each rank contributes a part (a replicated weight used "
+                    "on sharded rows)"
+                ],
             )
 
 
+@explained("DTensor.from_local", "local", "device_mesh", "placements", "shape", "stride")
 def from_local(
     local: Tensor,
     device_mesh: Any,
@@ -99,7 +105,7 @@ def from_local(
 ) -> DTensor:
     """See ``DTensor.from_local``."""
     if isinstance(local, DTensor):
-        raise LayoutError("from_local takes a local tensor, not a DTensor; use redistribute")
+        raise LayoutError("from_local takes a local tensor, not a DTensor.", tries=["x.redistribute(mesh, placements)"])
     mesh, dims, partial = resolve(device_mesh, placements, local.ndim)
     transport = current()
     coord = mesh.coordinate_of(transport.rank)
@@ -107,24 +113,26 @@ def from_local(
         whole = tuple(shape) if shape is not None else _taken_shape(local, dims, mesh)
         layout = Layout(mesh, dims, _inside(partial), whole, boxes.contiguous_stride(whole), local.dtype)
         return wrap(local.new_empty((0,) * local.ndim), spec_of(layout, transport))
-    if shape is not None:
-        whole = tuple(shape)
-    elif run_check and len(mesh.ranks) > 1:
-        whole = _agreed_shape(local, mesh, dims, partial, coord, transport)
-    else:
-        whole = _taken_shape(local, dims, mesh)
-    dense = tuple(stride) if stride is not None else boxes.restride(whole, local.stride())
+    if "avg" in partial and not (local.is_floating_point() or local.is_complex()):
+        raise LayoutError(f"an average of whole numbers ({local.dtype}) is pending, and may be none.")
     if 0 in local.stride() and local.numel() > 1:
-        local, dense = local.contiguous(), boxes.contiguous_stride(whole)
+        local = local.contiguous()
+    whole = tuple(shape) if shape is not None else None
+    order = tuple(local.stride()) if stride is None else tuple(stride)
+    if run_check and len(mesh.ranks) > 1:
+        whole, agreed = _agreed(local, mesh, dims, partial, whole, transport)
+        order = agreed if stride is None else order
+    elif whole is None:
+        whole = _taken_shape(local, dims, mesh)
+    dense = order if stride is not None else boxes.restride(whole, order)
     layout = Layout(mesh, dims, _inside(partial), whole, dense, local.dtype)
     spec = spec_of(layout, transport)
-    if shape is not None and local.shape != spec.local_shape:
+    if local.shape != spec.local_shape:
         raise LayoutError(
-            f"a local of shape {tuple(local.shape)} is no piece of a tensor of shape {whole} as {layout}: "
-            f"this rank's piece has shape {tuple(spec.local_shape)}"
+            f"a local of shape {tuple(local.shape)} is no piece of {layout}: "
+            f"the piece of rank {transport.rank} has shape {tuple(spec.local_shape)}."
         )
-    if not local.is_contiguous() and layout.is_contiguous:
-        local = local.contiguous()
+    local = _in_memory_order(local, layout)
     if "avg" in partial:
         n = 1
         for a, op in enumerate(partial):
@@ -139,8 +147,17 @@ def from_local(
             want = layout.with_placement(dims, (None,) * mesh.ndim)
         local = _Enter.apply(local, mover(layout.dual(), want, transport))
     else:
-        local = local.view_as(local)
+        local = alias(local)
     return wrap(local, spec)
+
+
+def _in_memory_order(local: Tensor, layout: Layout) -> Tensor:
+    """The piece, dense, with its dims in the memory order of the layout (a copy where it was not)."""
+    order = sorted(range(layout.ndim), key=lambda d: (-layout.stride[d], d))
+    packed = local.permute(order)
+    if packed.is_contiguous():
+        return local
+    return packed.contiguous().permute(sorted(range(layout.ndim), key=order.__getitem__))
 
 
 def _inside(partial: tuple[str | None, ...]) -> tuple[str | None, ...]:
@@ -156,23 +173,32 @@ def _taken_shape(local: Tensor, dims: Any, mesh: Mesh) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _agreed_shape(local: Tensor, mesh: Mesh, dims: Any, partial: Any, coord: Any, transport: Transport) -> tuple[int, ...]:
-    """The global shape that the pieces of all ranks make; all ranks raise if they make none."""
+def _agreed(
+    local: Tensor, mesh: Mesh, dims: Any, partial: Any, shape: tuple[int, ...] | None, transport: Transport
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The global shape that the pieces of all ranks make, and the strides of the first rank's.
+
+    All ranks raise if they make none, or not the given one.
+    """
     sharded = {a for axes in dims for a in axes}
     replica = all(a in sharded or partial[a] is not None for a in range(mesh.ndim))
     everyone = transport.all_gather_object(
-        (tuple(local.shape), str(local.dtype), None if replica else checksum(local)), mesh.ranks
+        ((tuple(local.shape), tuple(local.stride())), str(local.dtype), None if replica else checksum(local)),
+        mesh.ranks,
     )
+    strides, everyone = everyone[0][0][1], [(s[0], d, c) for s, d, c in everyone]
     by_coord = dict(zip(mesh.coordinates(), everyone))
     dtypes = {d for _, d, _ in everyone}
     if len(dtypes) > 1:
-        raise LayoutError(f"from_local: ranks gave different dtypes: {', '.join(sorted(dtypes))}")
+        raise LayoutError(f"the pieces have different dtypes: {', '.join(sorted(dtypes))}.")
     if len({len(s) for s, _, _ in everyone}) > 1:
-        raise LayoutError("from_local: ranks gave tensors with different numbers of dims")
+        raise LayoutError("the pieces have different numbers of dims.")
     whole = list(local.shape)
     origin = (0,) * mesh.ndim
     for d, axes in enumerate(dims):
-        if axes:
+        if shape is not None:
+            whole[d] = shape[d]
+        elif axes:
             base = {c: s[0][d] for c, s in by_coord.items() if all(c[a] == 0 for a in range(mesh.ndim) if a not in axes)}
             whole[d] = sum(base.values())
         else:
@@ -181,20 +207,25 @@ def _agreed_shape(local: Tensor, mesh: Mesh, dims: Any, partial: Any, coord: Any
         want = boxes.box(whole, dims, mesh.shape, c)[1]
         if want != held:
             raise LayoutError(
-                f"from_local: the pieces contradict each other. Rank {mesh.rank_at(c)} gave shape {held}; of a tensor of "
-                f"shape {tuple(whole)} its piece would be {want} (pieces are cut as torch.chunk cuts)"
+                f"the pieces contradict each other: rank {mesh.rank_at(c)} gave shape {held}; of a tensor of "
+                f"shape {tuple(whole)} its piece would be {want} (pieces are cut as torch.chunk cuts)."
             )
     if not replica:
         for c, (_, _, total) in by_coord.items():
             first = tuple(i if a in sharded or partial[a] is not None else 0 for a, i in enumerate(c))
             if by_coord[first][2] != total:
                 raise LayoutError(
-                    f"from_local: rank {mesh.rank_at(c)} holds other values than rank {mesh.rank_at(first)}, but the "
-                    "placements say that they are replicas; use Shard or Partial, or run_check=False"
+                    f"rank {mesh.rank_at(c)} holds other values than rank {mesh.rank_at(first)}, but the "
+                    "placements say that they are replicas.",
+                    tries=[
+                        "Shard(dim) if the ranks hold different pieces, Partial() if they hold addends",
+                        "run_check=False, if the difference is meant",
+                    ],
                 )
-    return tuple(whole)
+    return tuple(whole), strides
 
 
+@explained("DTensor.to_local", "x", "grad_placements")
 def to_local(x: DTensor, grad_placements: Any) -> Tensor:
     """The differentiable part of ``DTensor.to_local``."""
     layout, transport = x._spec.layout, x._spec.transport
@@ -211,6 +242,7 @@ def to_local(x: DTensor, grad_placements: Any) -> Tensor:
     return _Leave.apply(x._local, mover(want, layout.dual(), transport), guess)  # pyright: ignore[reportReturnType]
 
 
+@explained("DTensor.redistribute", "x", "device_mesh", "placements")
 def redistribute(
     x: DTensor,
     key: Any,
@@ -223,9 +255,10 @@ def redistribute(
     src = x._spec.layout
     mesh, dims, partial = resolve(src.mesh if device_mesh is None else device_mesh, placements, src.ndim)
     if mesh is not src.mesh:
-        if mesh != src.mesh:
-            raise LayoutError(f"redistribute from {src.mesh} to {mesh}: moving between meshes is not here yet")
-        src = src.on(mesh)
+        if mesh != src.mesh and src.mesh.axes_in(mesh) is None:
+            raise MeshError(f"a tensor on {src.mesh} cannot be moved to {mesh}, which does not contain it.")
+        x = wrap(onto(x, mesh), spec_of(src.on(mesh), x._spec.transport))
+        src = x._spec.layout
     if forward_dtype is not None and forward_dtype != src.dtype:
         x = x.to(forward_dtype)
         src = x._spec.layout
@@ -234,11 +267,12 @@ def redistribute(
     out = spec_of(dst, x._spec.transport)
     if key is not None and forward_dtype is None and backward_dtype is None:
         x._spec.programs[0][key] = (move, out)
-    local = move(x._local)
-    if backward_dtype is not None and local.requires_grad and backward_dtype != local.dtype:
-        local = _CastBack.apply(x._local, move, backward_dtype)
+    if backward_dtype not in (None, src.dtype) and x._local.requires_grad and torch.is_grad_enabled():
+        local: Tensor = _CastBack.apply(x._local, move, backward_dtype)  # pyright: ignore[reportAssignmentType]
+    else:
+        local = move(x._local)
     if local is x._local:
-        local = local.view_as(local)
+        local = alias(local)
     return wrap(local, out)
 
 

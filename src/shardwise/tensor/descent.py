@@ -15,6 +15,7 @@ from shardwise.program.compile import fill
 from shardwise.program.lower import GraphProgram, lower
 from shardwise.program.modes import strict_mode
 from shardwise.program.trace import trace
+from shardwise.rules.norm import HIDDEN_WRITES
 from shardwise.tensor.casts import onto
 from shardwise.tensor.dtensor import wrap
 from shardwise.tensor.whole import run_whole
@@ -54,7 +55,7 @@ class Descent:
     def _compile(self, call: Any) -> Run:
         operands = self.operands(call, self.func)
         graph = None
-        if not torch.is_inference_mode_enabled():
+        if not torch.is_inference_mode_enabled() and self.func not in HIDDEN_WRITES:
             graph = trace(self.func, operands, call.tree, call.kwargs)
         if graph is None or not graph.nodes:
             return lambda call: run_whole(self.func, call.tensors, call.tree, call.kwargs)

@@ -7,41 +7,35 @@ right; the lower ones move more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.execute import mover
-from shardwise.comm.groups import Group
-from shardwise.comm.transport import Transport, current
+from shardwise.comm.transport import Transport
 from shardwise.compat import (
-    DisableTorchFunction,
     autocast_dtype,
     functorch_active,
     is_autocast_enabled,
-    kernel_flags,
 )
 from shardwise.errors import AliasError, LayoutError, ShardError, StrictError
-from shardwise.events import FallbackEvent, emit, observing
 from shardwise.layout.boxes import restride
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
-from shardwise.program.compile import Program, compile_rule, fill, flat_results, slot
+from shardwise.program.compile import Program, compile_rule, flat_results, slot
 from shardwise.program.modes import strict_mode
 from shardwise.program.spec import Spec, guarded, program_tables, spec_of
 from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
-from shardwise.tensor.casts import entering
+from shardwise.tensor.absent import Absent
 from shardwise.tensor.casts import onto
 from shardwise.tensor.checks import check_equal_on_all_ranks
 from shardwise.tensor.descent import Descent
 from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
 from shardwise.tensor.explain import located
 from shardwise.tensor.overrides import OVERRIDES
-from shardwise.tensor.whole import functional_form, write_into
+from shardwise.tensor.whole import functional_form, version, write_into
 
 MAX_PROGRAMS = 16384
 
@@ -168,10 +162,10 @@ def _locals(call: Call) -> list[Tensor]:
 
 def _check_fresh(t: Tensor) -> None:
     stale = t.__dict__.get("_view_of") if isinstance(t, DTensor) else None
-    if stale is not None and stale[0]._version != stale[1]:
+    if stale is not None and version(stale[0]) != stale[1]:
         raise AliasError(
-            "this view needed communication, so it is a copy, and its base has been written to since; "
-            "take the view again after the write"
+            "this view needed communication, so it is a copy, and its base has been written to since.",
+            tries=["take the view again after the write"],
         )
 
 
@@ -180,22 +174,25 @@ def _compile_and_run(
 ) -> Any:
     if functorch_active() is not None:
         raise ShardError(
-            f"torch.func transforms do not reach into DTensors ({getattr(func, '__name__', func)}); "
-            "apply them to local tensors inside local_map"
+            "torch.func transforms do not reach into DTensors.",
+            tries=["apply them to local tensors inside local_map"],
         )
     operands = _operands(call, func)
-    if entry is not None:
-        made = compile_rule(entry, func, operands, call.tree, call.kwargs, call.transport)
-        if made is not None:
-            program, layouts = made
-            entering(program, call.tensors, operands[0].layout.mesh)
-            _refuse_write_to_copy(program, call)
-            program.simple = program.simple and not call.mixed
-            result = program.run(_locals(call), call.tree, call.kwargs)
-            _settle_outs(program, layouts, result, call.transport)
-            if call.cacheable:
-                _remember(table, key, program, func, call, args, kwargs, entry)
-            return _wrap_results(program, result, call)
+    made = compile_rule(entry, func, operands, call.tree, call.kwargs, call.transport) if entry is not None else None
+    if operands[0].layout.mesh.coordinate_of(call.transport.rank) is None:
+        absent = Absent(func, operands, made and made[1])
+        if call.cacheable:
+            table[key] = absent
+        return absent(call, args, kwargs)
+    if made is not None:
+        program, layouts = made
+        _refuse_write_to_copy(program, call)
+        program.simple = program.simple and not call.mixed
+        result = program.run(_locals(call), call.tree, call.kwargs)
+        _settle_outs(program, layouts, result, call.transport)
+        if call.cacheable:
+            _remember(table, key, program, func, call, args, kwargs, entry)
+        return _wrap_results(program, result, call)
     return _descend(func, call, key, table, args, kwargs)
 
 
@@ -220,7 +217,9 @@ def into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = [result] if isinstance(result, Tensor) else list(result)
     for target, value in zip(targets, values):
         if not isinstance(target, DTensor) or not isinstance(value, DTensor):
-            raise LayoutError("out= next to DTensors must be a DTensor; make one with shardwise.empty")
+            raise LayoutError(
+                "out= next to DTensors must be a DTensor.", tries=["out=shardwise.empty(shape, device_mesh=mesh)"]
+            )
         if target.shape != value.shape:
             raise LayoutError(f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}")
         write_into(target, value)
@@ -268,8 +267,11 @@ def _check_plain(func: Any, plain: list[tuple[int, Tensor]], mesh: Mesh, transpo
     if strict_mode() and any(t.numel() > 1 for _, t in plain):
         i = next(i for i, t in plain if t.numel() > 1)
         raise StrictError(
-            f"{name}: argument {i} is a plain tensor next to a DTensor, which strict() forbids; "
-            "write distribute_tensor(x, mesh, placements) or DTensor.from_local(x, mesh, placements)"
+            f"{name}: argument {i} is a plain tensor next to a DTensor, which strict() forbids.",
+            tries=[
+                "distribute_tensor(x, mesh, placements) if every rank has the whole tensor",
+                "DTensor.from_local(x, mesh, placements) if every rank has its own piece",
+            ],
         )
     if mesh.coordinate_of(transport.rank) is not None:
         check_equal_on_all_ranks([(f"{name}: tensor argument {i}", t) for i, t in plain], mesh, transport)
@@ -305,13 +307,22 @@ def _wrap_results(program: Program, result: Any, call: Call) -> Any:
     assert program.outs is not None, "a compiled program knows its results"
     specs = iter(program.outs)
     wrapped = _rewrap(result, specs, program.view and not program.moved_view)
-    if program.moved_view:
-        base = call.tensors[0]
-        if isinstance(base, DTensor):
-            for t in flat_results(wrapped):
-                t.__dict__["_view_of"] = (base._local, base._local._version)
-                t._spec = guarded(t._spec)
+    if program.view:
+        _mark_copies(program, wrapped, call.tensors[0])
     return wrapped
+
+
+def _mark_copies(program: Program, result: Any, base: Tensor) -> None:
+    """Remember of which base, at which version, a view is a copy; a view of such a view is one too."""
+    if not isinstance(base, DTensor):
+        return
+    mark = base.__dict__.get("_view_of")
+    if mark is None and program.moved_view:
+        mark = (base._local, version(base._local))
+    if mark is not None:
+        for t in flat_results(result):
+            t.__dict__["_view_of"] = mark
+            t._spec = guarded(t._spec)
 
 
 def _rewrap(result: Any, specs: Any, view: bool) -> Any:
@@ -351,8 +362,9 @@ def _refuse_write_to_copy(program: Program, call: Call) -> None:
     if program.inplace and isinstance(first, DTensor) and "_view_of" in first.__dict__:
         raise AliasError(
             f"{program.name} would write into a view that needed communication: it is a copy, and the write "
-            "would not reach its base; write into the base (x[index] = value), or clone() the view first"
+            "would not reach its base.",
+            tries=["write into the base: x[index] = value", "clone() the view, if the base is to stay"],
         )
 
 
-install(handle)
+install(handle, located)

@@ -52,7 +52,7 @@ def _scaled(x: DTensor, mask: Tensor, inplace: bool) -> DTensor:
     """``x * mask`` for a piece of a mask that is never negative."""
     if inplace:
         if "_view_of" in x.__dict__:
-            return write_into(x, x * 1)  # raises: the write would be lost
+            return write_into(x, x)  # raises: the write would be lost
         x._local.mul_(mask)
         return x
     return _wrapped(x._local * mask, _plan(x._spec)[0])

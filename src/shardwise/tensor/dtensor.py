@@ -24,23 +24,26 @@ from shardwise.compat import (
     is_autocast_enabled,
     make_wrapper,
 )
-from shardwise.errors import AliasError, LayoutError, ShardError, UnsupportedError
+from shardwise.errors import AliasError, LayoutError, MeshError, ShardError, UnsupportedError
 from shardwise.layout.boxes import restride
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placement
 from shardwise.program.modes import strict_mode
 from shardwise.program.spec import Spec, spec_of
+from shardwise.tensor.explain import explained
 from shardwise.tensor.gradients import Leaf, leaf_of, watch
 from shardwise.tensor.overrides import OVERRIDES
 
 _NO_KWARGS: dict[str, Any] = {}
-_SLOW: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+_SLOW: list[Callable[..., Any]] = []  # the slow path, and what adds the place to its errors
 
 
-def install(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+def install(
+    handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], located: Callable[..., Any]
+) -> None:
     """Give the hot path its slow path (``dispatch.py`` does, so that neither imports the other twice)."""
-    _SLOW[:] = [handler]
+    _SLOW[:] = [handler, located]
 
 
 class DTensor(torch.Tensor):
@@ -51,6 +54,7 @@ class DTensor(torch.Tensor):
 
     _local: Tensor
     _spec: Spec
+    _shown_grad: Any = None  # the wrapper last handed out for the local's .grad, so that it keeps its identity
 
     # -- calls ---------------------------------------------------------------------------------
     @classmethod
@@ -85,8 +89,13 @@ class DTensor(torch.Tensor):
                             return _finish(program, program.target(a._local), a)
                         return _finish(program, program.target(*_moved(program, a._local)), a)
             kwargs = _NO_KWARGS
-        if func in OVERRIDES:
-            return _SLOW[0](func, args, kwargs)
+        by_hand = OVERRIDES.get(func)
+        if by_hand is not None:
+            try:
+                return by_hand(func, args, kwargs)
+            except ShardError as error:
+                _SLOW[1](error, func, args, kwargs)
+                raise
         key: list[Any] = [func]
         local_args: list[Any] = []
         first: Any = None
@@ -99,6 +108,9 @@ class DTensor(torch.Tensor):
                 local_args.append(a._local)
             elif kind is list or (kind is tuple and a and isinstance(a[0], Tensor)):
                 first = _flatten_list(a, key, local_args, first)
+            elif kind is slice or kind is tuple:
+                key.append(_plain_key(a))
+                local_args.append(a)
             else:
                 key.append(kind)
                 key.append(a)
@@ -177,6 +189,11 @@ class DTensor(torch.Tensor):
         """Number of dims."""
         return len(self._spec.shape)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Never: the pieces are strided."""
+        return False
+
     def dim(self) -> int:
         """Number of dims."""
         return len(self._spec.shape)
@@ -243,7 +260,9 @@ class DTensor(torch.Tensor):
 
         Under ``no_sync`` it is a pending sum; so is the retained gradient of a replicated non-leaf.
         """
-        local = self._local
+        local, shown = self._local, self._shown_grad
+        if shown is not None and shown._local is local.grad:
+            return shown
         leaf = leaf_of(local)
         if leaf is not None:
             return _leaf_grad(leaf)
@@ -252,13 +271,14 @@ class DTensor(torch.Tensor):
         g = local.grad
         if g is None:
             return None
-        shown = self.__dict__.get("_shown_grad")
-        if shown is None or shown._local is not g:
-            shown = wrap_like(g, self._spec.layout.dual(), self._spec.transport)
-            self.__dict__["_shown_grad"] = shown
+        shown = wrap_like(g, self._spec.layout.dual(), self._spec.transport)
+        if shown._local is not g:  # copied into the order of the layout: what is written to it must count
+            local.grad = shown._local
+        self._shown_grad = shown
         return shown
 
     @grad.setter
+    @explained("Tensor.grad = value", "self", "value")
     def grad(self, value: Any) -> None:
         leaf = leaf_of(self._local)
         self.__dict__.pop("_shown_grad", None)
@@ -268,13 +288,18 @@ class DTensor(torch.Tensor):
             self._local.grad = None
             return
         if not isinstance(value, DTensor):
-            raise LayoutError("the gradient of a DTensor must be a DTensor; distribute_tensor makes it one")
+            raise LayoutError(
+                "the gradient of a DTensor must be a DTensor.",
+                tries=["x.grad = distribute_tensor(g, x.device_mesh, x.layout)"],
+            )
         if value.shape != self.shape:
-            raise LayoutError(f"a gradient of shape {tuple(value.shape)} for a tensor of shape {tuple(self.shape)}")
+            raise LayoutError(f"a gradient of shape {tuple(value.shape)} for a tensor of shape {tuple(self.shape)}.")
         want = self._spec.layout if leaf is not None else self._spec.layout.dual()
         local = place(value, want.dims, want.partial, self._spec.layout.mesh)
         if leaf is None:
             self._local.grad = local
+            if local is value._local and value._spec.layout.mesh is want.mesh:
+                self._shown_grad = value
         else:
             leaf.clear()
             leaf.grad = local
@@ -290,36 +315,39 @@ class DTensor(torch.Tensor):
     def data(self, value: Any) -> None:
         self._set_data(value)
 
+    @explained("Tensor.data = value", "self", "value")
     def _set_data(self, value: Any) -> None:
-        """``p.data = value``: p keeps its layout; dtype and shape may change."""
-        if not isinstance(value, DTensor):
-            raise LayoutError("the data of a DTensor must be a DTensor; distribute_tensor makes it one")
+        """``p.data = value``: p keeps its layout; dtype and shape may change. A plain value counts as replicated."""
         own = self._spec.layout
+        if not isinstance(value, DTensor):
+            if not isinstance(value, Tensor) or value.shape != self.shape:
+                raise LayoutError(
+                    f"the data of a DTensor must be a DTensor, or a plain tensor of its shape {tuple(self.shape)}.",
+                    tries=["x.data = distribute_tensor(t, x.device_mesh, x.layout)"],
+                )
+            whole = own.replicated().with_dtype(value.dtype)
+            value = wrap(value.detach(), spec_of(whole, self._spec.transport))
         if value.shape == self.shape and value.device_mesh == own.mesh:
             local = place(value, own.dims, own.partial, own.mesh)
             layout = own.with_dtype(value.dtype)
         else:
             local, layout = value._local, value._spec.layout
-        had = self._local
-        fresh = local.detach()
-        if had.is_leaf and had.requires_grad:
-            fresh.requires_grad_(True)
-        self._become(fresh, spec_of(layout, self._spec.transport))
-        if (old := leaf_of(had)) is not None:
-            watch(fresh, self._spec)
-            new = leaf_of(fresh)
-            if new is not None and layout.dtype == own.dtype and layout.shape == own.shape:
-                new.grad, new.pending, new.hooks = old.grad, old.pending, old.hooks
-        elif had.grad is not None and had.grad.shape == fresh.shape and had.grad.dtype == fresh.dtype:
-            fresh.grad = had.grad
+        # The local stays the same object: its hooks, its gradient and its leaf record stay with it.
+        self._local.data = local.detach()
+        self._become(self._local, spec_of(layout, self._spec.transport))
+        watch(self._local, self._spec)
 
     def _become(self, local: Tensor, spec: Spec) -> None:
         """Change into another tensor in place, the C++ side of the wrapper included."""
         self.__dict__.pop("_shown_grad", None)
-        if spec.shape != self._spec.shape or spec.dtype != self._spec.dtype or spec.stride != self._spec.stride:
+        own = self._spec
+        same = spec.shape == own.shape and spec.dtype == own.dtype and spec.stride == own.stride
+        if not same or local.device != self._local.device:
             with DisableTorchFunction():
                 TensorBase.data.__set__(self, wrap(local, spec))
         self._local, self._spec = local, spec
+        if (leaf := leaf_of(local)) is not None:
+            leaf.spec = spec
 
     # -- crossings ---------------------------------------------------------------------------------
     @staticmethod
@@ -342,7 +370,7 @@ class DTensor(torch.Tensor):
             run_check: One small exchange of shapes, dtypes and checksums of replicas, so that uneven
                 pieces give the right global shape and differing replicas raise. Without it nothing is
                 sent, and every rank's piece is *taken* to have this rank's size: the caller's promise.
-            shape: Global shape; skips the check.
+            shape: Global shape; the check, if any, is then whether the pieces are those of it.
             stride: Global stride.
             grad_placements: Layout in which the gradient reaches ``local_tensor``; by default that of the
                 value, with pending sums replicated.
@@ -366,7 +394,7 @@ class DTensor(torch.Tensor):
         """
         local = self._local
         if not (local.requires_grad and torch.is_grad_enabled()):
-            return local.view_as(local)
+            return alias(local)
         return _CROSSINGS["to_local"](self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
@@ -396,7 +424,8 @@ class DTensor(torch.Tensor):
             LayoutError: The placements do not fit.
         """
         spec = self._spec
-        key = ("redistribute", spec, device_mesh, placements if type(placements) is not list else tuple(placements))
+        names = getattr(device_mesh, "mesh_dim_names", None)  # meshes that differ in names are equal
+        key = ("redistribute", spec, device_mesh, names, tuple(placements) if type(placements) is list else placements)
         try:
             found = spec.programs[0].get(key)
         except TypeError:  # an unhashable spec
@@ -406,7 +435,7 @@ class DTensor(torch.Tensor):
         move, out = found
         local = move(self._local)
         if local is self._local:
-            local = local.view_as(local)
+            local = alias(local)
         return wrap(local, out)
 
     # -- backward ----------------------------------------------------------------------------------
@@ -426,7 +455,7 @@ class DTensor(torch.Tensor):
             if got is None:
                 return None
             if not isinstance(got, DTensor):
-                raise LayoutError("a hook on a DTensor must return a DTensor or None")
+                raise LayoutError("a hook on a DTensor must return a DTensor or None.")
             dual = spec.layout.dual()
             return place(got, dual.dims, dual.partial, dual.mesh)
 
@@ -473,10 +502,13 @@ class DTensor(torch.Tensor):
         """Rounded elementwise."""
         return torch.round(self) if ndigits is None else torch.round(self, decimals=ndigits)
 
+    @explained("Tensor.item", "self")
     def item(self) -> Any:
         """Value of a one-element tensor; reduces or gathers first, on all ranks."""
         if self._spec.shape.numel() != 1:
-            raise ShardError(f"item() of a tensor of shape {tuple(self.shape)}: only one element can be a number")
+            raise ShardError(f"item() of a tensor of shape {tuple(self.shape)}: only one element can be a number.")
+        if self._spec.coord is None:
+            raise MeshError(f"rank {self._spec.transport.rank} is not on {self.device_mesh}: it has no value to read.")
         return self.detach().full_tensor().item()
 
     def tolist(self) -> Any:
@@ -498,6 +530,7 @@ class DTensor(torch.Tensor):
         array = self.detach().full_tensor().cpu().numpy()
         return array if dtype is None else array.astype(dtype)
 
+    @explained("Tensor.numpy", "self")
     def numpy(self, *, force: bool = False) -> Any:
         """A numpy view, of a tensor that every rank holds whole.
 
@@ -506,11 +539,12 @@ class DTensor(torch.Tensor):
         """
         if not self._spec.layout.is_replicated:
             raise AliasError(
-                f"numpy() would alias one piece of {self._spec.layout}; "
-                "use x.full_tensor().numpy() or x.to_local().numpy()"
+                "numpy() would alias one piece.",
+                tries=["x.full_tensor().numpy(): the whole value", "x.to_local().numpy(): this rank's piece"],
             )
         return self._local.numpy(force=force)
 
+    @explained("Tensor.data_ptr", "self")
     def data_ptr(self) -> int:
         """Address of the data, of a tensor that every rank holds whole.
 
@@ -519,7 +553,7 @@ class DTensor(torch.Tensor):
         """
         if not self._spec.layout.is_replicated:
             raise AliasError(
-                f"data_ptr() would be that of one piece of {self._spec.layout}; use x.to_local().data_ptr()"
+                "data_ptr() would be that of one piece.", tries=["x.to_local().data_ptr(): this rank's piece"]
             )
         return self._local.data_ptr()
 
@@ -545,6 +579,24 @@ def _flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any)
     return first
 
 
+def _plain_key(a: Any) -> tuple[Any, ...] | None:
+    """A tuple or a slice by the values and types in it (slices cannot be hashed); None if it holds a tensor."""
+    if type(a) is slice:
+        return slice, a.start, a.stop, a.step
+    out: list[Any] = []
+    for x in a:
+        kind = type(x)
+        if kind is slice or kind is tuple:
+            x = _plain_key(x)
+            if x is None:
+                return None
+        elif kind is not int and isinstance(x, Tensor):
+            return None
+        out.append(kind)
+        out.append(x)
+    return tuple(out)
+
+
 def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool) -> tuple[Any, ...] | None:
     """The hot path's key for a call, or None where a float that changes at every call would be part of it."""
     if len(args) == 2 and not kwargs and type(args[0]) is DTensor and type(args[1]) is float:
@@ -557,11 +609,20 @@ def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bo
             key.append(a._spec)
         elif type(a) is list or (type(a) is tuple and a and isinstance(a[0], Tensor)):
             _flatten_list(a, key, [], None)
+        elif type(a) is slice or type(a) is tuple:
+            plain = _plain_key(a)
+            if plain is None:
+                return None
+            key.append(plain)
         else:
             key += (type(a), a)
     for name, a in kwargs.items():
         key += (name, a._spec) if type(a) is DTensor else (name, type(a), a)
     if any(isinstance(k, Tensor) for k in key):  # plain tensors are told apart on the slow path only
+        return None
+    try:
+        hash(tuple(key))
+    except TypeError:  # an argument that cannot be hashed
         return None
     return tuple(key)
 
@@ -604,6 +665,16 @@ def _finish(program: Any, out: Any, a: DTensor) -> Any:
     return r
 
 
+def alias(local: Tensor) -> Tensor:
+    """Another tensor on the same memory; without history where no gradient is recorded.
+
+    A view that is made under ``no_grad`` of what requires grad would require it too.
+    """
+    if local.requires_grad and not torch.is_grad_enabled():
+        return local.detach()
+    return local.view_as(local)
+
+
 def wrap(local: Tensor, spec: Spec) -> DTensor:
     """A DTensor of a local piece."""
     r = make_wrapper(DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=local.device)
@@ -640,9 +711,11 @@ def _leaf_grad(leaf: Leaf) -> Any:
         leaf.shown = wrap_like(leaf.grad, own, transport)
     elif leaf.grad is None:
         leaf.shown = wrap_like(leaf.pending, dual, transport)
-    else:  # reduced earlier, and more since: a pending sum of both
-        kept = mover(own, dual, transport)(leaf.grad)
-        leaf.shown = wrap_like(kept + leaf.pending, dual, transport)
+    else:  # reduced earlier, and more since: from now on a pending sum of both
+        leaf.pending = mover(own, dual, transport)(leaf.grad) + leaf.pending
+        leaf.grad = None
+        leaf.shown = wrap_like(leaf.pending, dual, transport)
+        leaf.pending, leaf.grad = leaf.shown._local, None  # what is written to it must count
     return leaf.shown
 
 
@@ -650,7 +723,9 @@ def resolve(device_mesh: Any, placements: Any, ndim: int) -> tuple[Mesh, Any, An
     """Mesh, axes per dim and pending reductions from what a user gave."""
     mesh = as_mesh(device_mesh)
     if isinstance(placements, DTensor):
-        raise LayoutError("placements must be placements, a spec or a layout; use x.placements or x.layout")
+        raise LayoutError(
+            "placements must be placements, a spec or a layout, not a DTensor.", tries=["x.placements", "x.layout"]
+        )
     dims, partial = parse(mesh, placements, ndim)
     return mesh, dims, partial
 

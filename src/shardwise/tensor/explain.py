@@ -21,7 +21,6 @@ from shardwise.errors import MeshError, ShardError
 from shardwise.events import user_site
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
-from shardwise.tensor.dtensor import DTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,18 +43,31 @@ def located(
     return error
 
 
-def explained(fn: F) -> F:
-    """Decorate a function that users call: what it raises says where."""
+def explained(name: str, *shown: str) -> Callable[[F], F]:
+    """Decorate a function that users call: what it raises says where.
 
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fn(*args, **kwargs)
-        except ShardError as error:
-            located(error, fn, args, kwargs)
-            raise
+    Args:
+        name: What the user wrote.
+        *shown: Parameters to show, where they were given.
+    """
 
-    return call  # pyright: ignore[reportReturnType]
+    def decorate(fn: F) -> F:
+        signature = inspect.signature(fn)
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return fn(*args, **kwargs)
+            except ShardError as error:
+                given = signature.bind(*args, **kwargs).arguments
+                located(
+                    error, name, (), {k: given[k] for k in shown if given.get(k) is not None}
+                )
+                raise
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate
 
 
 # ---- the call ---------------------------------------------------------------------------------
@@ -83,8 +95,9 @@ def call_name(func: Any) -> str:
 
 def value_text(x: Any) -> str:
     """Typed operands by layout, plain tensors by shape, the rest shortened."""
-    if isinstance(x, DTensor):
-        return str(x._spec.layout)
+    layout = layout_of(x)
+    if layout is not None:
+        return str(layout)
     if isinstance(x, Layout):
         return str(x)
     if isinstance(x, Tensor):
@@ -99,6 +112,12 @@ def value_text(x: Any) -> str:
         return f"[{', '.join(shown)}]"
     text = repr(x)
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+
+
+def layout_of(x: Any) -> Layout | None:
+    """The layout of a DTensor, whose class is above this file; None for anything else."""
+    spec = x.__dict__.get("_spec") if isinstance(x, Tensor) else None
+    return None if spec is None else spec.layout
 
 
 _NOWHERE = Mesh.of("none", (), (0,))
@@ -152,13 +171,8 @@ def _meshes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     stack: list[Any] = [list(args), list(kwargs.values())]
     while stack:
         x = stack.pop(0)
-        mesh = (
-            x._spec.layout.mesh
-            if isinstance(x, DTensor)
-            else x
-            if isinstance(x, Mesh)
-            else None
-        )
+        layout = layout_of(x)
+        mesh = layout.mesh if layout is not None else x if isinstance(x, Mesh) else None
         if mesh is not None and mesh not in found:
             found.append(mesh)
         elif isinstance(x, (list, tuple)):

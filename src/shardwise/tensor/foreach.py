@@ -84,16 +84,14 @@ def _key(a: Any) -> Any:
 
 def transport_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Transport:
     """The transport of the first DTensor among the arguments."""
+    lists = args[0] if args else None
+    if type(lists) is list and lists and type(lists[0]) is DTensor:
+        return lists[0]._spec.transport
     for a in (*args, *kwargs.values()):
         for t in a if type(a) in (list, tuple) else (a,):
             if type(t) is DTensor:
                 return t._spec.transport
     return current()
-
-
-def is_tensor_list(a: Any) -> bool:
-    """Whether an argument is a list of tensors (and not of numbers)."""
-    return type(a) in (list, tuple) and any(isinstance(t, Tensor) for t in a)
 
 
 def wrap_all(locals_: Sequence[Tensor], specs: Sequence[Spec | None]) -> tuple[Tensor, ...]:
@@ -137,17 +135,32 @@ class Foreach:
         """Look the plan up and run it."""
         if self.named and len(args) > self.named_at and isinstance(args[self.named_at], Tensor):
             args = (*args[: self.named_at], args[self.named_at].tolist())  # a number per entry
-        taken = [take(a) for a in args]
-        locals_ = [local for _, local in taken]
-        key: Any
-        grad = torch.is_grad_enabled()
+        key: list[Any] = [func, torch.is_grad_enabled()]
+        locals_: list[Any] = []
+        for a in args:
+            kind = type(a)
+            if kind is list or kind is tuple:
+                try:
+                    key.append(tuple([t._spec for t in a]))
+                    locals_.append([t._local for t in a])
+                    continue
+                except AttributeError:  # plain tensors or numbers
+                    pass
+            elif kind is float:
+                key.append(float)
+                locals_.append(a)
+                continue
+            part, local = take(a)
+            key.append(part)
+            locals_.append(local)
+        named_locals = kwargs
         if kwargs:
-            named = {name: take(a) for name, a in kwargs.items()}
-            key = (func, grad, *[k for k, _ in taken], *[(name, k) for name, (k, _) in named.items()])
-            named_locals = {name: local for name, (_, local) in named.items()}
-        else:
-            key, named_locals = (func, grad, *[k for k, _ in taken]), {}
-        table = program_tables(transport_of(args, kwargs))[mode()]
+            named_locals = {}
+            for name, a in kwargs.items():
+                part, named_locals[name] = take(a)
+                key += (name, part)
+        table = transport_of(args, kwargs).state["programs"][mode()]
+        key = tuple(key)
         plan = table.get(key)
         if plan is None:
             plan = self.plan(args, kwargs)

@@ -21,7 +21,7 @@ from shardwise.compat import FUNCTION_KIND, native_apply, on_apply, sets_up_cont
 from shardwise.errors import GradientError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
-from shardwise.program.spec import Spec
+from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.backward import given
 from shardwise.tensor.casts import onto
 from shardwise.tensor.dtensor import DTensor, wrap, wrap_like
@@ -84,9 +84,8 @@ class _Call:
 
     __slots__ = ("args", "ins", "mesh", "outs", "plain", "user")
 
-    def __init__(self, user: Any, args: tuple[Any, ...]) -> None:
-        self.user, self.args = user, args
-        self.mesh: Mesh = join([a._spec.layout.mesh for a in args if isinstance(a, DTensor)])
+    def __init__(self, user: Any, args: tuple[Any, ...], mesh: Mesh) -> None:
+        self.user, self.args, self.mesh = user, args, mesh
         self.ins = [_spec(a) for a in args]
         self.plain: Spec = next(s for s in self.ins if s is not None)
         self.outs: list[Spec | None] = []
@@ -200,15 +199,23 @@ def _bridge_of(user: Any) -> Any:
 
 
 def _bridged(user: Any, args: tuple[Any, ...]) -> Any:
-    call = _Call(user, args)
-    tensors = [onto(a, call.mesh) if isinstance(a, Tensor) else a for a in args]
-    for i, a in enumerate(args):  # one on a slice of the mesh is itself; casts are for plain ones
-        if isinstance(a, DTensor):
-            tensors[i] = a._local
+    mesh = join([a._spec.layout.mesh for a in args if isinstance(a, DTensor)])
+    args = tuple(_on(a, mesh) if isinstance(a, Tensor) else a for a in args)
+    call = _Call(user, args, mesh)
+    tensors = [_local(a) for a in args]
     out = _bridge_of(user).apply(call, *tensors)
     if not isinstance(out, tuple):
         return _wrapped(out, call.outs[0], args)
     return tuple(_wrapped(t, spec, args) for t, spec in zip(out, call.outs))
+
+
+def _on(a: Tensor, mesh: Mesh) -> Tensor:
+    """An argument on the mesh of the call; see ``casts``."""
+    if not isinstance(a, DTensor):
+        return onto(a, mesh)
+    if a._spec.layout.mesh is mesh or a._spec.layout.mesh == mesh:
+        return a
+    return wrap(onto(a, mesh), spec_of(a._spec.layout.on(mesh), a._spec.transport))
 
 
 def _wrapped(t: Any, spec: Spec | None, args: tuple[Any, ...]) -> Any:

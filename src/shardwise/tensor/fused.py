@@ -22,6 +22,8 @@ from shardwise.tensor.dtensor import DTensor, mode
 from shardwise.tensor.foreach import move_all, take, transport_of
 from shardwise.tensor.overrides import override
 
+GRADS = 1  # the list of gradients; a fused step writes to it only where it unscales it
+
 
 @dataclass(slots=True)
 class FusedPlan:
@@ -79,20 +81,15 @@ def _target(first: Any, others: Sequence[Any]) -> Layout | None:
     return None if found is None else found._spec.layout.replicated()
 
 
-def _run(func: Any, plan: FusedPlan, locals_: list[Any], kwargs: dict[str, Any]) -> None:
-    """Run a plan that moves something; write back what was moved and written."""
+def _run(func: Any, plan: FusedPlan, locals_: list[Any], kwargs: dict[str, Any], unwritten: int = -1) -> None:
+    """Run a plan that moves something, then bring back what was moved, but for one list."""
     moved = list(locals_)
     for at, movers in plan.moves.items():
-        moved[at] = [
-            fresh if m is None or fresh is not t else t.clone()
-            for fresh, t, m in zip(move_all(locals_[at], movers), locals_[at], movers)
-        ]
-    before = {at: [t._version for t in moved[at]] for at in plan.moves}
-    kwargs = {name: plan.lone[name](a) if name in plan.lone else a for name, a in kwargs.items()}
-    func(*moved, **kwargs)
+        moved[at] = move_all(locals_[at], movers)
+    func(*moved, **{name: plan.lone[name](a) if name in plan.lone else a for name, a in kwargs.items()})
     for at, movers in plan.back.items():
-        for t, fresh, m, version in zip(locals_[at], moved[at], movers, before[at]):
-            if m is not None and fresh._version != version:
+        for t, fresh, m in zip(locals_[at], moved[at], movers):
+            if m is not None and at != unwritten:
                 t.copy_(m(fresh))
 
 
@@ -109,7 +106,7 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if plan is None:
         plan = table[key] = _plan(args, kwargs, transport)
     if plan.moves or plan.lone:
-        _run(func, plan, locals_, named)
+        _run(func, plan, locals_, named, GRADS if kwargs.get("grad_scale") is None else -1)
     else:
         func(*locals_, **named)
 

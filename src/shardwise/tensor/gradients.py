@@ -27,6 +27,7 @@ from shardwise.program.spec import Spec
 BUCKET_BYTES = 25 * 1024 * 1024
 
 _NO_SYNC: ContextVar[bool] = ContextVar("shardwise_no_sync", default=False)
+_UNWATCHED: ContextVar[bool] = ContextVar("shardwise_unwatched", default=False)
 _SERIAL = itertools.count()
 
 
@@ -41,6 +42,16 @@ def no_sync() -> Iterator[None]:
         yield
     finally:
         _NO_SYNC.reset(token)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """New leaves keep their gradient in its dual layout, so that nothing is reduced for it."""
+    token = _UNWATCHED.set(True)
+    try:
+        yield
+    finally:
+        _UNWATCHED.reset(token)
 
 
 class Leaf:
@@ -93,7 +104,7 @@ def watch(local: Tensor, spec: Spec) -> None:
     """Make a local leaf's gradient be reduced. Once per local leaf, however often it is called."""
     if spec.coord is None or leaf_of(local) is not None or spec.layout.dual() is spec.layout:
         return
-    if not local.is_leaf or not local.requires_grad:
+    if not local.is_leaf or not local.requires_grad or _UNWATCHED.get():
         return
     local._shardwise_leaf = Leaf(spec)  # pyright: ignore[reportAttributeAccessIssue]
     local.register_post_accumulate_grad_hook(_arrived)

@@ -42,6 +42,12 @@ for _name in _GETTERS:
         OVERRIDES[_descriptor.__get__] = _from_wrapper
 
 
+@override(torch.is_complex, _T.is_complex)
+def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    x: Any = args[0] if args else kwargs["input"]  # the optimizers ask every parameter at every step
+    return x._spec.dtype.is_complex
+
+
 def _view_getter(method: Any) -> Any:
     def get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return method(args[0])
@@ -104,13 +110,18 @@ def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x: Any = args[0]
     if not x._spec.layout.is_replicated:
-        raise UnsupportedError(f"the storage of {x._spec.layout} is in pieces; use x.to_local() or x.full_tensor()")
+        raise UnsupportedError(
+            f"the storage of {x._spec.layout} is in pieces.",
+            tries=["x.to_local() for this rank's piece", "x.full_tensor() for the whole value"],
+        )
     return getattr(x._local, func.__name__)()
 
 
 @override(_T.apply_, _T.map_, _T.map2_, _T.share_memory_)
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise UnsupportedError(f"{func.__name__} works on memory, which a DTensor has in pieces; use x.to_local()")
+    raise UnsupportedError(
+        f"{func.__name__} works on memory, which a DTensor has in pieces.", tries=["x.to_local()"]
+    )
 
 
 @override(_T.is_shared)

@@ -331,15 +331,10 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = torch.broadcast_shapes(*(t.shape for t in (mean, std) if isinstance(t, Tensor)))
     spec = _row_major(first._spec, shape, first.dtype)
     with torch.no_grad():
-        if not isinstance(std, Tensor):
-            noise = wrap(drawn(Draw("normal", (0.0, float(std))), spec, first.device, generator), spec)
-            out = noise.add_(mean)
-        else:
-            noise = wrap(drawn(Draw("normal"), spec, first.device, generator), spec)
-            if not isinstance(mean, Tensor):
-                local = torch.full((), float(mean), dtype=spec.dtype, device=first.device)
-                mean = wrap(local, spec_of(Layout.of(spec.layout.mesh, None, (), None, spec.dtype), spec.transport))
-            out = torch.addcmul(mean, noise, std)
+        wide = isinstance(std, Tensor)
+        what = Draw("normal", (0.0, 1.0 if wide else float(std)))
+        out = wrap(drawn(what, spec, first.device, generator), spec)
+        out = (out.mul_(std) if wide else out).add_(mean)
     return _sample(out, *tensors)
 
 

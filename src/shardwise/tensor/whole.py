@@ -5,7 +5,7 @@ Right for every deterministic call. What the call writes into is written back to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.layout.mesh import join
 from shardwise.program.compile import fill
 from shardwise.program.modes import strict_mode
 from shardwise.program.spec import guarded, spec_of
+from shardwise.rules.norm import HIDDEN_WRITES
 from shardwise.tensor.casts import onto
 from shardwise.tensor.dtensor import DTensor, place, wrap
 
@@ -36,7 +37,10 @@ def run_whole(func: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwarg
             layout = t._spec.layout if t._spec.layout.mesh is mesh else t._spec.layout.on(mesh)
             move = mover(layout, layout.replicated(), transport)
             if move.communicates and strict_mode():
-                raise StrictError(f"{name} has no rule for {layout}; strict() forbids to gather it and run whole")
+                raise StrictError(
+                    f"{name} has no rule for {layout}, and strict() forbids to gather it and run whole.",
+                    tries=["redistribute the operand to Replicate() first, if the gather is meant"],
+                )
             if move.communicates and observing():
                 emit(FallbackEvent(name, f"no rule for {layout}", user_site()))
             moved.append(bool(move.moves))
@@ -44,24 +48,26 @@ def run_whole(func: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwarg
         else:
             moved.append(False)
         locals_.append(local)
-    versions = [t._version for t in locals_]
+    versions = [version(t) for t in locals_]
     result = func(*fill(tree, locals_), **fill(kwargs, locals_))
-    for t, local, fresh, before in zip(tensors, locals_, moved, versions):
-        if fresh and local._version != before and isinstance(t, DTensor):
+    for i, (t, local, fresh, before) in enumerate(zip(tensors, locals_, moved, versions)):
+        written = version(local) != before if before is not None else i == 0 and _writes(name)
+        hidden = func in HIDDEN_WRITES and not t.requires_grad and t.ndim == 1
+        if fresh and (written or hidden) and isinstance(t, DTensor):
             _write_back(name, t, local)
 
-    def rewrap(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return _wrap_whole(x, tensors, locals_, moved, mesh, transport)
-        if isinstance(x, tuple) and hasattr(x, "_fields"):
-            return type(x)(*map(rewrap, x))
-        if isinstance(x, tuple) and type(x) is not tuple and type(x) is not torch.Size:  # torch.return_types
-            return type(x)([rewrap(y) for y in x])
-        if isinstance(x, (tuple, list)) and type(x) is not torch.Size:
-            return type(x)(map(rewrap, x))
-        return x
+    return _rewrap(result, lambda x: _wrap_whole(x, tensors, locals_, moved, mesh, transport))
 
-    return rewrap(result)
+
+def _rewrap(x: Any, wrapped: Callable[[Tensor], Tensor]) -> Any:
+    """Wrap the tensors in a tree of results (not by a closure that calls itself: it would keep them alive)."""
+    if isinstance(x, Tensor):
+        return wrapped(x)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*[_rewrap(y, wrapped) for y in x])
+    if isinstance(x, (tuple, list)) and type(x) is not torch.Size:  # torch.return_types too
+        return type(x)([_rewrap(y, wrapped) for y in x])
+    return x
 
 
 def _wrap_whole(x: Tensor, tensors: Any, locals_: Any, moved: Any, mesh: Any, transport: Any) -> Tensor:
@@ -69,13 +75,15 @@ def _wrap_whole(x: Tensor, tensors: Any, locals_: Any, moved: Any, mesh: Any, tr
         if x is local:
             return t
     if x.layout != torch.strided:
-        raise UnsupportedError(f"a result of layout {x.layout} cannot be a DTensor; use x.full_tensor() and go on there")
+        raise UnsupportedError(
+            f"a result of layout {x.layout} cannot be a DTensor.", tries=["x.full_tensor(), and go on there"]
+        )
     layout = Layout.of(mesh, None, x.shape, x.stride(), x.dtype)
     out = wrap(x, spec_of(layout, transport))
     if x._base is not None:
         for t, local, fresh in zip(tensors, locals_, moved):
             if fresh and isinstance(t, DTensor) and x.untyped_storage()._cdata == local.untyped_storage()._cdata:
-                out.__dict__["_view_of"] = (t._local, t._local._version)
+                out.__dict__["_view_of"] = (t._local, version(t._local))
                 out._spec = guarded(out._spec)
     return out
 
@@ -83,10 +91,17 @@ def _wrap_whole(x: Tensor, tensors: Any, locals_: Any, moved: Any, mesh: Any, tr
 def _write_back(name: str, target: DTensor, whole: Tensor) -> None:
     """Bring what was written into the gathered copy back to the pieces."""
     if "_view_of" in target.__dict__:
-        raise AliasError(f"{name} would write into a view that needed communication; write into its base instead")
+        raise AliasError(
+            f"{name} would write into a view that needed communication: it is a copy, and the write "
+            "would not reach its base.",
+            tries=["write into the base: x[index] = value", "clone() the view, if the base is to stay"],
+        )
     layout = target._spec.layout
     if tuple(whole.shape) != layout.shape:
-        raise UnsupportedError(f"{name} changes the shape of a DTensor in place; use the form that returns a result")
+        raise UnsupportedError(
+            f"{name} would change the shape of a DTensor in place.",
+            tries=["the form that returns a new tensor"],
+        )
     back = mover(layout.replicated(), layout, target._spec.transport)
     target._local.copy_(back(whole))
 
@@ -96,13 +111,24 @@ def write_into(target: DTensor, value: DTensor) -> DTensor:
     if "_view_of" in target.__dict__:
         raise AliasError(
             "this would write into a view that needed communication: it is a copy, and the write would not "
-            "reach its base; write into the base (x[index] = value), or clone() the view first"
+            "reach its base.",
+            tries=["write into the base: x[index] = value", "clone() the view, if the base is to stay"],
         )
     layout = target._spec.layout
     if value.shape != target.shape:
         value = value.expand(target.shape)
     target._local.copy_(place(value, layout.dims, layout.partial, layout.mesh))
     return target
+
+
+def version(t: Tensor) -> int | None:
+    """How often a tensor was written to; inference tensors do not count."""
+    return None if t.is_inference() else t._version
+
+
+def _writes(name: str) -> bool:
+    """Whether a call of this name writes into its first argument (asked where versions are not counted)."""
+    return name in ("__setitem__", *_IN_PLACE_OPERATORS) or (name.endswith("_") and not name.endswith("__"))
 
 
 _IN_PLACE_OPERATORS = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
@@ -113,6 +139,6 @@ def functional_form(func: Any) -> Any:
     name = getattr(func, "__name__", "")
     if name in _IN_PLACE_OPERATORS:
         return getattr(torch.Tensor, _IN_PLACE_OPERATORS[name])
-    if name.startswith("__") and name.endswith("__") or not name.endswith("_"):
+    if (name.startswith("__") and name.endswith("__")) or not name.endswith("_"):
         return None
     return getattr(torch.Tensor, name[:-1], None) or getattr(torch, name[:-1], None)

@@ -1,0 +1,262 @@
+"""Pooling, resizing, padding and patches: batch and channels are cut, the dims worked on are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from shardwise.rules.conv import without_empty
+from shardwise.rules.notation import WHOLE, Arg, Rule, numbered
+from shardwise.rules.registry import functions, lookup, rule
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _shapes_on_meta(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Shapes | None:
+    """Shapes of the results for operands of the global shapes; None if torch refuses them."""
+    meta = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Arg) else a for a in args]
+    try:
+        with torch.no_grad():
+            got = func(*meta, **kwargs)
+    except (RuntimeError, ValueError, NotImplementedError, AssertionError):
+        return None
+    return tuple(tuple(t.shape) for t in (got if isinstance(got, tuple) else (got,)))
+
+
+def _spatial(func: Callable[..., Any], dims: int | None) -> None:
+    """Register an op that works on the last ``dims`` dims (None: all but two) of its first operand alone."""
+
+    def spatial(*args: Any, **kwargs: Any) -> Rule | None:
+        x, *others = args if args else (kwargs.pop("input"),)
+        if not isinstance(x, Arg) or any(isinstance(a, Arg) for a in (*others, *kwargs.values())):
+            return None
+        count = x.ndim - 2 if dims is None else dims
+        if not 1 <= count <= x.ndim - 1 or x.ndim > count + 2:
+            return None
+        shapes = _shapes_on_meta(func, x, *others, **kwargs)
+        if shapes is None or any(len(s) != x.ndim for s in shapes):
+            return None
+        names = (*("n", "c")[2 - (x.ndim - count) :], *(WHOLE,) * count)
+        ins = {x: names}
+        return Rule(ins, (names,) * len(shapes), whole=without_empty(ins, ("c",)), out_shapes=shapes)
+
+    rule(func)(spatial)
+
+
+for _d in (1, 2, 3):
+    for _name in (
+        f"max_pool{_d}d", f"avg_pool{_d}d", f"lp_pool{_d}d", f"adaptive_max_pool{_d}d", f"adaptive_avg_pool{_d}d",
+        f"max_pool{_d}d_with_indices", f"adaptive_max_pool{_d}d_with_indices",
+    ):  # fmt: skip
+        for _f in functions(_name):
+            _spatial(_f, _d)
+        for _f in functions(f"aten.{_name}") if hasattr(torch.ops.aten, _name) else ():
+            _spatial(_f, _d)
+for _name in ("interpolate", "upsample", "upsample_nearest", "upsample_bilinear"):
+    _spatial(getattr(F, _name), None)
+for _name in (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_bicubic2d", "upsample_trilinear3d",
+):  # fmt: skip
+    for _f in functions(f"aten.{_name}"):
+        _spatial(_f, None)
+
+
+def _unpool(dims: int) -> None:
+    func = getattr(F, f"max_unpool{dims}d")
+
+    def unpool(input: Arg, indices: Arg, *args: Any, **kwargs: Any) -> Rule | None:
+        """Positions are within a channel's plane, so batch and channels are cut."""
+        size = kwargs.get("output_size", args[3] if len(args) > 3 else None)
+        if size is not None and len(size) == dims + 2:
+            kwargs, args = {**kwargs, "output_size": size[2:]}, args[:3]
+        shapes = _unpooled(func, input, *args, **kwargs)
+        if input.ndim not in (dims + 1, dims + 2) or indices.shape != input.shape or shapes is None:
+            return None
+        names = (*("n", "c")[2 - (input.ndim - dims) :], *(WHOLE,) * dims)
+        ins = {input: names, indices: names}
+        return Rule(ins, (names,), whole=without_empty(ins, ("n", "c")), localize=_drop_channels, out_shapes=shapes)
+
+    rule(func)(unpool)
+
+
+def _unpooled(func: Callable[..., Any], x: Arg, *args: Any, **kwargs: Any) -> Shapes | None:
+    sizes = _shapes_on_meta(lambda x: func(x, x.long(), *args, **kwargs), x)
+    return sizes
+
+
+def _drop_channels(ctx: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An output size given with batch and channels is given without them."""
+    dims = len(ctx.ins[0].shape) - 2
+    if len(args) > 5 and args[5] is not None and len(args[5]) == dims + 2:
+        args = (*args[:5], args[5][2:], *args[6:])
+    size = kwargs.get("output_size")
+    if size is not None and len(size) == dims + 2:
+        kwargs = {**kwargs, "output_size": size[2:]}
+    return args, kwargs
+
+
+for _d in (1, 2, 3):
+    _unpool(_d)
+
+
+@rule(F.local_response_norm)
+def local_response_norm(input: Arg, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Rule | None:
+    """``n [c] s -> n [c] s``."""
+    if input.ndim < 3:
+        return None
+    names = ("n", WHOLE, *numbered("s", input.ndim - 2))
+    return Rule({input: names}, (names,), whole=without_empty({input: names}, names))
+
+
+def _blocks(input: Arg, factor: int, up: bool) -> Rule | None:
+    if input.ndim < 3 or factor < 1:
+        return None
+    *lead, c, h, w = input.shape
+    r = factor
+    if (up and c % (r * r)) or (not up and (h % r or w % r)):
+        return None
+    channels = c // (r * r) if up else c
+    shape = (*lead, channels, h * r, w * r) if up else (*lead, c * r * r, h // r, w // r)
+    names = (*numbered("b", len(lead)), "c", WHOLE, WHOLE)
+    ins = {input: names}
+    return Rule(
+        ins,
+        (names,),
+        whole=without_empty(ins, names),
+        divides={"c": channels},
+        linear=(frozenset([input]),),
+        out_shapes=(shape,),
+    )
+
+
+@rule("pixel_shuffle", "aten.pixel_shuffle.default")
+def pixel_shuffle(input: Arg, upscale_factor: int) -> Rule | None:
+    """``... (c r r) [h] [w] -> ... c [h r] [w r]``."""
+    return _blocks(input, upscale_factor, up=True)
+
+
+@rule("pixel_unshuffle", "aten.pixel_unshuffle.default")
+def pixel_unshuffle(input: Arg, downscale_factor: int) -> Rule | None:
+    """``... c [h r] [w r] -> ... (c r r) [h] [w]``."""
+    return _blocks(input, downscale_factor, up=False)
+
+
+@rule("channel_shuffle", "aten.channel_shuffle.default")
+def channel_shuffle(input: Arg, groups: int) -> Rule | None:
+    """``n [c] s -> n [c] s``."""
+    if input.ndim < 3:
+        return None
+    names = ("n", WHOLE, *numbered("s", input.ndim - 2))
+    return Rule({input: names}, (names,), whole=without_empty({input: names}, names), linear=(frozenset([input]),))
+
+
+def _patches(func: Callable[..., Any], dims: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
+    x, *others = args if args else (kwargs.pop("input"),)
+    shapes = _shapes_on_meta(func, x, *others, **kwargs)
+    if shapes is None or x.ndim not in (dims - 1, dims):
+        return None
+    shape = shapes[0]
+    batch = ("n",) * (x.ndim == dims)
+    names, out = ((*batch, "c", *(WHOLE,) * (len(s) - len(batch) - 1)) for s in (x.shape, shape))
+    at = len(batch)
+    ins = {x: names}
+    return Rule(
+        ins,
+        (out,),
+        whole=without_empty(ins, ("c",)),
+        divides={"c": min(x.shape[at], shape[at])},
+        linear=(frozenset([x]),),
+        out_shapes=shapes,
+    )
+
+
+@rule(F.unfold)
+def unfold(*args: Any, **kwargs: Any) -> Rule | None:
+    """``n c [h] [w] -> n (c k) [l]``."""
+    return _patches(F.unfold, 4, args, kwargs)
+
+
+@rule(F.fold)
+def fold(*args: Any, **kwargs: Any) -> Rule | None:
+    """``n (c k) [l] -> n c [h] [w]``."""
+    return _patches(F.fold, 3, args, kwargs)
+
+
+@rule(F.grid_sample)
+def grid_sample(
+    input: Arg, grid: Arg, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
+) -> Rule | None:
+    """``n c [s], n t 2 -> n c t``: the points may be cut too."""
+    if input.ndim != grid.ndim or input.ndim not in (4, 5) or input.shape[0] != grid.shape[0]:
+        return None
+    points = numbered("t", input.ndim - 2)
+    ins = {input: ("n", "c", *(WHOLE,) * (input.ndim - 2)), grid: ("n", *points, WHOLE)}
+    shape = (*input.shape[:2], *grid.shape[1:-1])
+    return Rule(ins, (("n", "c", *points),), out_shapes=(shape,))
+
+
+@rule(F.affine_grid)
+def affine_grid(theta: Arg, size: Any, align_corners: bool | None = None) -> Rule | None:
+    """``n [2] [3] -> n [h] [w] [2]``."""
+    if theta.ndim != 3 or len(size) not in (4, 5) or theta.shape[0] != size[0]:
+        return None
+    ins = {theta: ("n", WHOLE, WHOLE)}
+    shape = (size[0], *size[2:], len(size) - 2)
+
+    def local(ctx: Any, theta: Tensor, size: Any, align_corners: bool | None = None) -> Tensor:
+        return F.affine_grid(theta, [theta.shape[0], *size[1:]], align_corners)
+
+    names = ("n", *(WHOLE,) * (len(shape) - 1))
+    return Rule(
+        ins, (names,), whole=without_empty(ins, ("n",)), special=frozenset(("n",)), local=local, out_shapes=(shape,)
+    )
+
+
+def _padded(x: Arg, pad: Any, linear: bool, fill: bool) -> Rule | None:
+    pad = [int(p) for p in pad]
+    if len(pad) % 2 or len(pad) > 2 * x.ndim:
+        return None
+    before = [0] * x.ndim
+    total = [0] * x.ndim
+    for k in range(len(pad) // 2):
+        before[-1 - k], total[-1 - k] = pad[2 * k], pad[2 * k] + pad[2 * k + 1]
+    touched = [bool(b or t) for b, t in zip(before, total)]
+    shape = tuple(n + t for n, t in zip(x.shape, total))
+    if any(n < 0 for n in shape):
+        return None
+    names = tuple(WHOLE if on else f"d{i}" for i, on in enumerate(touched))
+    worked_on = x.ndim if fill else len(pad) // 2
+    names = (*names[: x.ndim - worked_on], *((names[x.ndim - worked_on :]) if fill else (WHOLE,) * worked_on))
+    ins = {x: names}
+    whole = frozenset() if fill else without_empty(ins, names)
+    return Rule(
+        ins, (names,), whole=whole, linear=(frozenset([x]),) if linear else (), out_shapes=(shape,)
+    )
+
+
+@rule(F.pad)
+def pad(input: Arg, pad: Any, mode: str = "constant", value: float | None = None) -> Rule | None:
+    """Dims that are padded are whole, the others cut; without a value, linear."""
+    return _padded(input, pad, mode != "constant" or not value, mode == "constant")
+
+
+@rule("aten.constant_pad_nd.default", torch.constant_pad_nd)
+def constant_pad_nd(self: Arg, pad: Any, value: Any = 0) -> Rule | None:
+    """The same, for a constant."""
+    return _padded(self, pad, not value, True)
+
+
+@rule(
+    *(f"aten.{kind}_pad{d}d.default" for kind in ("reflection", "replication") for d in (1, 2, 3)),
+)
+def edge_pad(self: Arg, padding: Any) -> Rule | None:
+    """The same, for the values at the edge."""
+    return _padded(self, padding, True, False)
+
+
+assert lookup(F.max_pool2d) is not None, "the functions that are chosen by return_indices are registered themselves"

@@ -1,0 +1,142 @@
+"""Scans: over a sharded dim each rank scans its piece and goes on from what the ranks before it end with.
+
+What is sent is one row per rank: the piece's total.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.rules.notation import WHOLE, Arg, LocalProgram, Rule, numbered
+from shardwise.rules.reduce import dims_of, is_inexact, wide
+from shardwise.rules.registry import rule
+
+
+def _scan(input: Arg, dim: Any, local: LocalProgram, *, linear: bool = False, results: int = 1) -> Rule | None:
+    dims = dims_of(input, dim)
+    if type(dim) is not int or dims is None:
+        return None
+    names = numbered("d", input.ndim)
+    return Rule(
+        {input: names},
+        (names,) * results,
+        special=frozenset(names[d] for d in dims),
+        linear=(frozenset([input]),) if linear else (),
+        local=local,
+    )
+
+
+@rule("cumsum", "aten.cumsum")
+def cumsum(input: Arg, dim: Any, *, dtype: Any = None, **more: Any) -> Rule | None:
+    """Plus the sums of the pieces before."""
+
+    def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
+        d = dim % input.ndim
+        own = torch.cumsum(input, d, dtype=dtype)
+        group = ctx.group(f"d{d}")
+        totals = group.stack(torch.sum(input, d, keepdim=True, dtype=own.dtype))
+        return own + totals[: group.index].sum(0)
+
+    linear = is_inexact(input.dtype) and (dtype is None or is_inexact(dtype))
+    return None if more.keys() - {"out"} else _scan(input, dim, local, linear=linear)
+
+
+@rule("cumprod", "aten.cumprod")
+def cumprod(input: Arg, dim: Any, *, dtype: Any = None, **more: Any) -> Rule | None:
+    """Times the products of the pieces before."""
+
+    def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
+        d = dim % input.ndim
+        own = torch.cumprod(input, d, dtype=dtype)
+        group = ctx.group(f"d{d}")
+        totals = group.stack(torch.prod(input, d, keepdim=True, dtype=own.dtype))
+        return own * totals[: group.index].prod(0)
+
+    return None if more.keys() - {"out"} else _scan(input, dim, local)
+
+
+@rule("logcumsumexp", "aten.logcumsumexp")
+def logcumsumexp(input: Arg, dim: Any, **more: Any) -> Rule | None:
+    """Plus, inside the logarithm, what the pieces before end with."""
+    if not input.dtype.is_floating_point or more.keys() - {"out"}:
+        return None
+
+    def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
+        d = dim % input.ndim
+        x = wide(input)
+        group = ctx.group(f"d{d}")
+        own = torch.logcumsumexp(x, d)
+        totals = group.stack(torch.logsumexp(x, d, keepdim=True))
+        before = torch.logsumexp(totals[: group.index], 0)
+        none = before == -math.inf  # then there is nothing to add, nor a gradient of it
+        both = torch.logaddexp(own, torch.where(none, torch.zeros_like(before), before))
+        return torch.where(none, own, both).to(input.dtype)
+
+    return _scan(input, dim, local)
+
+
+def _running(op: str) -> Any:
+    scan = getattr(torch, f"cum{op}")
+    named = getattr(torch.return_types, f"cum{op}")
+
+    def answer(input: Arg, dim: Any, **more: Any) -> Rule | None:
+        if input.dtype.is_complex or more.keys() - {"out"}:
+            return None
+
+        def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Any:
+            d = dim % input.ndim
+            value, index = scan(input, d)
+            index = index + ctx.ins[0].offsets[d]
+            group = ctx.group(f"d{d}")
+            if input.shape[d]:
+                ends = value.narrow(d, -1, 1), index.narrow(d, -1, 1)
+            else:  # offers nothing, but takes part
+                row = [1 if i == d else n for i, n in enumerate(input.shape)]
+                ends = value.sum(d, keepdim=True).to(value.dtype), index.new_zeros(row)
+            values, indices = group.stack(ends[0]), group.gather(ends[1])
+            layout = ctx.ins[0].layout
+            sizes = [layout.box(layout.mesh.coordinate_of(r))[1][d] for r in group.ranks]
+            before = [i for i in range(group.index) if sizes[i]]
+            best, which = scan(values[before or [0]], 0)  # later wins a tie, as in one piece
+            best, at = best[-1], indices[before or [0]].gather(0, which[-1:])[0]
+            if not before:
+                own = torch.ones_like(value, dtype=torch.bool)
+            elif op == "max":
+                own = value >= best
+            else:
+                own = value <= best
+            if before and value.dtype.is_floating_point:
+                own = value.isnan() | (own & ~best.isnan())
+            return named((torch.where(own, value, best), torch.where(own, index, at)))
+
+        return _scan(input, dim, local, results=2)
+
+    return answer
+
+
+for _op in ("max", "min"):
+    rule(f"cum{_op}", f"aten.cum{_op}")(_running(_op))
+
+
+@rule("diff", "aten.diff")
+def diff(input: Arg, n: Any = 1, dim: Any = -1, prepend: Any = None, append: Any = None, **more: Any) -> Rule | None:
+    """Along a whole dim; the others stay."""
+    dims = dims_of(input, dim)
+    operands = [t for t in (prepend, input, append) if t is not None]
+    if not dims or type(dim) is not int or type(n) is not int or n < 0 or more.keys() - {"out"}:
+        return None
+    if any(t.ndim != input.ndim or t.dtype != input.dtype for t in operands):
+        return None
+    (d,) = dims
+    rest = [t.shape[:d] + t.shape[d + 1 :] for t in operands]
+    if any(r != rest[0] for r in rest):
+        return None
+    names = tuple(WHOLE if i == d else name for i, name in enumerate(numbered("d", input.ndim)))
+    length = max(sum(t.shape[d] for t in operands) - n, 0)
+    shape = tuple(length if i == d else s for i, s in enumerate(input.shape))
+    linear = (frozenset(operands),) if is_inexact(input.dtype) else ()
+    return Rule(dict.fromkeys(operands, names), (names,), linear=linear, out_shapes=(shape,))

@@ -1,0 +1,135 @@
+"""Views answered by hand: those that take a shape from another tensor, and those that change one in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardError, UnsupportedError
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.overrides import OVERRIDES, override
+
+_T = torch.Tensor
+
+
+# -- the shape of another tensor, or of all together -----------------------------------------------
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
+    given = dict(zip(names, args)) | kwargs
+    return [given[name] for name in names]
+
+
+@override(_T.view_as, _T.reshape_as)
+def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, other = _named(args, kwargs, "self", "other")
+    return x.view(other.shape) if func is _T.view_as else x.reshape(other.shape)
+
+
+@override(_T.expand_as)
+def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, other = _named(args, kwargs, "self", "other")
+    return x.expand(other.shape)
+
+
+@override(torch.functional.broadcast_tensors)
+def _broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    return tuple(t.expand(shape) for t in tensors)
+
+
+@override(torch.functional.meshgrid)
+def _meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    indexing = kwargs.get("indexing") or "ij"
+    if indexing not in ("ij", "xy"):
+        raise ShardError(f"meshgrid: indexing must be 'ij' or 'xy', got {indexing!r}")
+    order = list(range(len(tensors)))
+    if indexing == "xy" and len(tensors) > 1:
+        order[:2] = 1, 0
+    shape = [tensors[k].numel() for k in order]
+    grids: list[Any] = []
+    for k, t in enumerate(tensors):
+        lone = [1] * len(tensors)
+        lone[order.index(k)] = t.numel()
+        grids.append(t.reshape(lone).expand(shape))
+    return tuple(grids)
+
+
+def _atleast(ndim: int) -> Callable[[Tensor], Tensor]:
+    def one(t: Tensor) -> Tensor:
+        if t.ndim >= ndim:
+            return t
+        if t.ndim == 0:
+            return t.reshape((1,) * ndim)
+        if t.ndim == 1:
+            return t.unsqueeze(0) if ndim == 2 else t.unsqueeze(0).unsqueeze(-1)
+        return t.unsqueeze(-1)
+
+    return one
+
+
+def _for_each(one: Callable[[Tensor], Tensor]) -> Any:
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 and isinstance(args[0], Tensor):
+            return one(args[0])
+        tensors = args[0] if len(args) == 1 else args
+        return tuple(one(t) for t in tensors)
+
+    return handler
+
+
+OVERRIDES[torch.functional.atleast_1d] = _for_each(_atleast(1))
+OVERRIDES[torch.functional.atleast_2d] = _for_each(_atleast(2))
+OVERRIDES[torch.functional.atleast_3d] = _for_each(_atleast(3))
+
+
+# -- in place --------------------------------------------------------------------------------------
+def _in_place(name: str) -> Any:
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x: Any = args[0]
+        if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+            raise ShardError(
+                f"a leaf that requires grad is used in an in-place operation ({name}_)"
+            )
+        view: Any = getattr(_T, name)(*args, **kwargs)
+        x._become(view._local, view._spec)
+        if (
+            "_view_of" in view.__dict__ and "_view_of" not in x.__dict__
+        ):  # moved: x itself is the copy now
+            x._spec = view._spec.guards or view._spec
+        return x
+
+    return handler
+
+
+for _name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"):
+    OVERRIDES[getattr(_T, _name + "_")] = _in_place(_name)
+    if hasattr(torch, _name + "_"):
+        OVERRIDES[getattr(torch, _name + "_")] = _in_place(_name)
+
+
+@override(
+    _T.resize_, _T.resize_as_, torch.resize_as_, _T.as_strided_, torch.as_strided_, _T.set_
+)
+def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedError(
+        f"{func.__name__} works on storage, which a DTensor has in pieces; "
+        "use reshape, expand or slices, or a new tensor"
+    )
+
+
+@override(torch.as_strided, _T.as_strided)
+def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x: Any = args[0]
+    if not isinstance(x, DTensor) or not x._spec.layout.is_replicated:
+        raise UnsupportedError(
+            "as_strided reads storage, which a sharded tensor has in pieces; use reshape, unfold or slices, "
+            "or gather first: x.redistribute(placements=[Replicate()])"
+        )
+    whole = func(x._local, *args[1:], **kwargs)
+    return DTensor.from_local(
+        whole, x.device_mesh, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
