@@ -28,6 +28,7 @@ is_autocast_enabled: Any = torch._C._is_any_autocast_enabled
 autocast_dtype: Any = torch.get_autocast_dtype
 functorch_active: Any = torch._C._functorch.peek_interpreter_stack
 current_graph_task: Any = torch._C._current_graph_task_id
+run_backward: Any = torch.autograd.graph._engine_run_backward
 queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 
@@ -41,6 +42,19 @@ def kernel_flags() -> tuple[Any, ...]:
         cuda.math_sdp_enabled(),
         torch.get_default_dtype(),
     )
+
+
+# Calls of torch.optim and torch.amp on lists of tensors.
+FOREACH: dict[str, Any] = {
+    name.removeprefix("_foreach_"): getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")
+}
+FUSED_STEPS: tuple[Any, ...] = (
+    torch._fused_adam_,
+    torch._fused_adamw_,
+    torch._fused_sgd_,
+    torch._fused_adagrad_,
+)
+unscale_and_check: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def add_foreach_type(cls: type) -> None:
@@ -111,3 +125,17 @@ def backward_hook_core(cls: Any, replacement: Any = None) -> Any:
     if replacement is not None:
         cls._apply_on_tensors = replacement
     return cls._apply_on_tensors
+
+
+# Asked by Module.to and its kind: may `p.data = q` take the place of making a new parameter?
+has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
+
+
+def on_load(wrapped: Any) -> None:
+    """Let ``wrapped(original, module, state_dict, prefix, metadata, ...)`` load each module's own values."""
+    original = torch.nn.Module._load_from_state_dict
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapped(original, self, *args, **kwargs)
+
+    torch.nn.Module._load_from_state_dict = load

@@ -48,6 +48,17 @@ def test_same_losses_with_a_sharded_vocabulary(demo):
     assert sharded.layouts["tok.weight"].placements == (Replicate(), Shard(0))
 
 
+def test_same_losses_with_uneven_pieces(demo):
+    """Five sequences over two ranks, four heads over three."""
+    plain, sharded = train_both(demo, "--dtype", "float64", "--mesh", "2", "3", "--batch", "5")
+    assert demo.difference(plain.losses, sharded.losses) <= 1e-10
+
+
+def test_every_call_has_a_rule(demo):
+    with shardwise.strict():
+        train_both(demo, "--steps", "2")
+
+
 def test_dropout_is_on(demo):
     """Equal losses would say little if the masks were all ones."""
     options = demo.parse([*SMALL, "--steps", "2"])

@@ -26,11 +26,21 @@ def seed() -> None:
 def test_layer_norm() -> None:
     x, w, b = rand(5, 3, 4), rand(4), rand(4)
     assert not sweep(lambda x, w, b: F.layer_norm(x, (4,), w, b), x, w, b, meshes=MESHES)
-    assert not sweep(lambda x, w: F.layer_norm(x, (3, 4), w, eps=0.1), x, rand(3, 4), meshes=MESHES)
+    assert not sweep(
+        lambda x, w: F.layer_norm(x, (3, 4), w, eps=0.1), x, rand(3, 4), meshes=MESHES
+    )
     assert not sweep(lambda x: F.layer_norm(x, [4]), x[:1], meshes=((4,),))
     assert not sweep(lambda x, w, b: torch.layer_norm(x, (4,), w, b), x, w, b, meshes=((2,),))
-    assert not sweep(lambda x, w, b: torch.native_layer_norm(x, (4,), w, b, 1e-5)[0], x, w, b, meshes=((4,),))
-    assert not sweep(lambda x, w: torch.native_layer_norm(x, (3, 4), w, None, 1e-5), x, rand(3, 4), meshes=((4,),), grad=False)
+    assert not sweep(
+        lambda x, w, b: torch.native_layer_norm(x, (4,), w, b, 1e-5)[0], x, w, b, meshes=((4,),)
+    )
+    assert not sweep(
+        lambda x, w: torch.native_layer_norm(x, (3, 4), w, None, 1e-5),
+        x,
+        rand(3, 4),
+        meshes=((4,),),
+        grad=False,
+    )
 
 
 def test_rms_norm() -> None:
@@ -42,7 +52,9 @@ def test_rms_norm() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
 def test_group_norm(groups: int) -> None:
     x, w, b = rand(3, 6, 5), rand(6), rand(6)
-    assert not sweep(lambda x, w, b: F.group_norm(x, groups, w, b), x, w, b, meshes=MESHES, extra=3)
+    assert not sweep(
+        lambda x, w, b: F.group_norm(x, groups, w, b), x, w, b, meshes=MESHES, extra=3
+    )
 
 
 def test_group_norm_without_space_or_params() -> None:
@@ -52,7 +64,13 @@ def test_group_norm_without_space_or_params() -> None:
 
 
 def test_instance_norm() -> None:
-    assert not sweep(lambda x, w, b: F.instance_norm(x, weight=w, bias=b), rand(3, 6, 5), rand(6), rand(6), meshes=MESHES)
+    assert not sweep(
+        lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
+        rand(3, 6, 5),
+        rand(6),
+        rand(6),
+        meshes=MESHES,
+    )
     assert not sweep(lambda x: F.instance_norm(x), rand(2, 3, 4, 3), meshes=((4,),))
 
 
@@ -73,9 +91,19 @@ def test_batch_norm_and_its_running_statistics(training: bool) -> None:
 
 def test_batch_norm_forms() -> None:
     x, w, b = rand(5, 6), rand(6), rand(6)
-    assert not sweep(lambda x, w: F.batch_norm(x, None, None, w, training=True), x, w, meshes=MESHES)
-    assert not sweep(lambda x, w, b: torch.batch_norm(x, w, b, None, None, True, 0.1, 1e-5, False), x, w, b, meshes=((4,),))
-    assert not sweep(lambda x: F.batch_norm(x, None, None, training=True), rand(2, 3, 2, 2), meshes=((4,),))
+    assert not sweep(
+        lambda x, w: F.batch_norm(x, None, None, w, training=True), x, w, meshes=MESHES
+    )
+    assert not sweep(
+        lambda x, w, b: torch.batch_norm(x, w, b, None, None, True, 0.1, 1e-5, False),
+        x,
+        w,
+        b,
+        meshes=((4,),),
+    )
+    assert not sweep(
+        lambda x: F.batch_norm(x, None, None, training=True), rand(2, 3, 2, 2), meshes=((4,),)
+    )
 
 
 @pytest.mark.parametrize("stats", ["plain", R, S(0)])
@@ -89,7 +117,10 @@ def test_running_statistics_are_written_in_place(stats, cut) -> None:
     def on_rank() -> None:
         mesh = init_device_mesh("cpu", (4,))
         d = distribute_tensor(x, mesh, [cut])
-        bufs = [t.clone() if stats == "plain" else distribute_tensor(t, mesh, [stats]) for t in (mean, var)]
+        bufs = [
+            t.clone() if stats == "plain" else distribute_tensor(t, mesh, [stats])
+            for t in (mean, var)
+        ]
         for momentum in (0.1, 0.5):
             F.batch_norm(d, *bufs, training=True, momentum=momentum)
         for got, want in zip(bufs, (want_mean, want_var)):
@@ -125,7 +156,9 @@ def test_too_few_values_raise_what_torch_raises() -> None:
         mesh = init_device_mesh("cpu", (2,))
         with pytest.raises(ValueError, match="more than 1 value"):
             F.batch_norm(distribute_tensor(rand(1, 4), mesh, [S(1)]), None, None, training=True)
-        assert F.batch_norm(distribute_tensor(rand(2, 4), mesh, [S(0)]), None, None, training=True).shape == (2, 4)
+        assert F.batch_norm(
+            distribute_tensor(rand(2, 4), mesh, [S(0)]), None, None, training=True
+        ).shape == (2, 4)
 
     simulate(on_rank, 2)
 
@@ -140,8 +173,12 @@ def test_second_derivatives() -> None:
 
     x = rand(5, 3)
     assert not sweep(slope(lambda x: F.layer_norm(x, (5, 3))), x, meshes=((4,),), extra=0)
-    assert not sweep(slope(lambda x: F.batch_norm(x, None, None, training=True)), x, meshes=((4,),), extra=0)
-    assert not sweep(slope(lambda x: F.group_norm(x.unsqueeze(0), 1)), x, meshes=((4,),), extra=0)
+    assert not sweep(
+        slope(lambda x: F.batch_norm(x, None, None, training=True)), x, meshes=((4,),), extra=0
+    )
+    assert not sweep(
+        slope(lambda x: F.group_norm(x.unsqueeze(0), 1)), x, meshes=((4,),), extra=0
+    )
 
 
 def test_narrow_floats_are_worked_on_wide() -> None:
@@ -163,13 +200,25 @@ def test_only_statistics_move() -> None:
     both = ((S(0),), (R,)), ((S(1),), (R,)), ((S(0),), (R,))
     for combo in both:
         assert bytes_moved(lambda x, w: F.layer_norm(x, (4,), w), [x, w], (4,), combo) == 0
-    assert bytes_moved(lambda x, w: F.layer_norm(x, (4,), w), [x, w], (4,), ((S(2),), (S(0),))) == 2 * 48 * row
+    assert (
+        bytes_moved(lambda x, w: F.layer_norm(x, (4,), w), [x, w], (4,), ((S(2),), (S(0),)))
+        == 2 * 48 * row
+    )
     assert bytes_moved(lambda x: F.rms_norm(x, (4,)), [x], (4,), ((S(2),),)) == 48 * row
     assert bytes_moved(lambda x: F.group_norm(x, 2), [x], (2,), ((S(1),),)) == 0
     assert bytes_moved(lambda x: F.group_norm(x, 2), [x], (4,), ((S(2),),)) == 2 * 16 * row
     assert bytes_moved(lambda x: F.instance_norm(x), [x], (4,), ((S(1),),)) == 0
-    assert bytes_moved(lambda x: F.batch_norm(x, None, None, training=True), [x], (4,), ((S(0),),)) == 2 * 6 * row
-    assert bytes_moved(lambda x: F.batch_norm(x, None, None, training=True), [x], (2,), ((S(1),),)) == 0
+    assert (
+        bytes_moved(lambda x: F.batch_norm(x, None, None, training=True), [x], (4,), ((S(0),),))
+        == 2 * 6 * row
+    )
+    assert (
+        bytes_moved(lambda x: F.batch_norm(x, None, None, training=True), [x], (2,), ((S(1),),))
+        == 0
+    )
     # A sharded weight alone is gathered: it must not make the statistics of a replicated input communicate.
     gathered = 4 * 3 * 8
-    assert bytes_moved(lambda x, w: F.layer_norm(x, (4,), w), [x, w], (4,), ((R,), (S(0),))) == gathered
+    assert (
+        bytes_moved(lambda x, w: F.layer_norm(x, (4,), w), [x, w], (4,), ((R,), (S(0),)))
+        == gathered
+    )

@@ -75,7 +75,9 @@ def test_gradient_behind_minus_infinity() -> None:
 
 def test_integers() -> None:
     t = torch.randint(-2, 3, (7, 3))
-    assert not sweep(lambda x: (x.cumsum(0), x.cumprod(0), *x.cummax(0), *x.cummin(0)), t, meshes=MESHES)
+    assert not sweep(
+        lambda x: (x.cumsum(0), x.cumprod(0), *x.cummax(0), *x.cummin(0)), t, meshes=MESHES
+    )
     assert not sweep(lambda x: (x > 0).cumsum(0), t, meshes=((4,),))
     assert not sweep(lambda x: x.cumsum(0, dtype=torch.int32), t, meshes=((4,),))
 

@@ -24,7 +24,9 @@ def x() -> torch.Tensor:
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "softmin"])
 def test_every_dim(x: torch.Tensor, name: str) -> None:
     for dim in (0, 1, -1):
-        assert not sweep(lambda x, d=dim: getattr(F, name)(x, dim=d), x, meshes=((4,), (2, 2)), extra=2)
+        assert not sweep(
+            lambda x, d=dim: getattr(F, name)(x, dim=d), x, meshes=((4,), (2, 2)), extra=2
+        )
     assert not sweep(lambda x: getattr(F, name)(x, 0), x[:2, :1], meshes=((4,),))
     assert not sweep(lambda x: getattr(F, name)(x, 0), x[0, 0, 0], meshes=((2,),))
 
@@ -67,7 +69,10 @@ def test_narrow_floats_are_worked_on_wide() -> None:
         d = distribute_tensor(x, init_device_mesh("cpu", (4,)), [S(0)])
         y = d.softmax(0)
         assert y.dtype == torch.bfloat16
-        assert torch.equal(y.full_tensor(), x.softmax(0)) or (y.full_tensor() - x.softmax(0)).abs().max() < 1e-3
+        assert (
+            torch.equal(y.full_tensor(), x.softmax(0))
+            or (y.full_tensor() - x.softmax(0)).abs().max() < 1e-3
+        )
         with torch.autocast("cpu", torch.bfloat16):
             assert d.softmax(0).dtype == x.softmax(0).dtype
 

@@ -29,8 +29,15 @@ def ties() -> torch.Tensor:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order(x: torch.Tensor, ties: torch.Tensor, order: float) -> None:
-    assert not sweep(lambda x: torch.linalg.vector_norm(x, order, (0, 2)), x, meshes=((4,), (2, 2)), extra=2)
-    assert not sweep(lambda x: torch.linalg.vector_norm(x, order, 0, keepdim=True), ties, meshes=((4,),), extra=1)
+    assert not sweep(
+        lambda x: torch.linalg.vector_norm(x, order, (0, 2)), x, meshes=((4,), (2, 2)), extra=2
+    )
+    assert not sweep(
+        lambda x: torch.linalg.vector_norm(x, order, 0, keepdim=True),
+        ties,
+        meshes=((4,),),
+        extra=1,
+    )
     assert not sweep(lambda x: torch.norm(x, order), ties, meshes=((2, 2),), extra=2)
 
 
@@ -55,7 +62,13 @@ def test_ways_to_say_it(x: torch.Tensor) -> None:
 def test_complex() -> None:
     z = torch.randn(5, 3, dtype=torch.complex128)
     for order in (1, 2, 3, math.inf):
-        assert not sweep(lambda z, p=order: torch.linalg.vector_norm(z, p, 0), z, meshes=((4,),), extra=0, grad=False)
+        assert not sweep(
+            lambda z, p=order: torch.linalg.vector_norm(z, p, 0),
+            z,
+            meshes=((4,),),
+            extra=0,
+            grad=False,
+        )
 
 
 def test_second_derivative_with_a_rank_that_holds_nothing(x: torch.Tensor) -> None:
@@ -79,9 +92,13 @@ def test_made_of_norms(x: torch.Tensor, ties: torch.Tensor) -> None:
         assert not sweep(lambda x, p=p: F.normalize(x, p, 0), ties, meshes=((4,),), extra=1)
     assert not sweep(lambda x: F.normalize(x), y, meshes=((2, 2),))
     assert not sweep(lambda x, y: F.cosine_similarity(x, y, 0), x, y, meshes=((4,), (2, 2)))
-    assert not sweep(lambda x, y: F.cosine_similarity(x, y), y, y[:, :1].clone() * 2, meshes=((2,),))
+    assert not sweep(
+        lambda x, y: F.cosine_similarity(x, y), y, y[:, :1].clone() * 2, meshes=((2,),)
+    )
     assert not sweep(lambda x, y: F.pairwise_distance(x, y), x, y, meshes=((4,),))
-    assert not sweep(lambda x, y: F.pairwise_distance(x, y, p=3, keepdim=True), x, y[0], meshes=((2, 2),))
+    assert not sweep(
+        lambda x, y: F.pairwise_distance(x, y, p=3, keepdim=True), x, y[0], meshes=((2, 2),)
+    )
     assert not sweep(lambda x, y: torch.dist(x, y, 3), x, y, meshes=((4,),))
 
 
@@ -90,7 +107,9 @@ def test_weight_norm() -> None:
     v = torch.randn(5, 3, 4, dtype=torch.float64)
     for dim, shape in ((0, (5, 1, 1)), (2, (1, 1, 4)), (-1, ())):
         g = torch.rand(shape, dtype=torch.float64)
-        assert not sweep(lambda v, g, d=dim: torch._weight_norm(v, g, d), v, g, meshes=((4,), (2, 2)))
+        assert not sweep(
+            lambda v, g, d=dim: torch._weight_norm(v, g, d), v, g, meshes=((4,), (2, 2))
+        )
         assert not sweep(lambda v, d=dim: torch.norm_except_dim(v, 2, d), v, meshes=((4,),))
 
 
@@ -98,8 +117,14 @@ def test_only_partial_results_move() -> None:
     x = torch.randn(64, 3, dtype=torch.float64)
     cut, row = ((S(0),),), 2 * 3 * 8 * 3  # an all_reduce of three doubles over four ranks
     for order in (0, 1, 2, 3, 0.5):
-        assert bytes_moved(lambda x, p=order: torch.linalg.vector_norm(x, p, 0), [x], (4,), cut) == row
-    assert bytes_moved(lambda x: torch.linalg.vector_norm(x, math.inf, 0), [x], (4,), cut) == 2 * row
+        assert (
+            bytes_moved(lambda x, p=order: torch.linalg.vector_norm(x, p, 0), [x], (4,), cut)
+            == row
+        )
+    assert (
+        bytes_moved(lambda x: torch.linalg.vector_norm(x, math.inf, 0), [x], (4,), cut)
+        == 2 * row
+    )
     assert bytes_moved(lambda x: F.normalize(x, dim=0), [x], (4,), cut) == row
     for f in (lambda x: x.norm(dim=1), lambda x: F.normalize(x, dim=1)):
         assert bytes_moved(f, [x], (4,), cut) == 0

@@ -33,7 +33,16 @@ from shardwise.testing.sweep import lay_out
 
 R, S, P = Replicate(), Shard, Partial()
 SHAPES = ((4, 6), (5, 3), (3, 7), (1, 5), (3,), (2, 3, 5), (), (6, 3))
-PLACED = ((R, R), (S(0), R), (S(0), S(1)), (R, S(0)), (S(0), S(0)), (S(2), S(1)), (R, R), (S(0),))
+PLACED = (
+    (R, R),
+    (S(0), R),
+    (S(0), S(1)),
+    (R, S(0)),
+    (S(0), S(0)),
+    (S(2), S(1)),
+    (R, R),
+    (S(0),),
+)
 INF = float("inf")
 
 
@@ -47,7 +56,9 @@ def parameters(ts: list[Tensor], gs: list[Tensor] | None = None) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     out = []
     for k, (t, ps) in enumerate(zip(ts, PLACED)):
-        p = nn.Parameter(distribute_tensor(t, mesh if len(ps) == 2 else mesh["b"], ps, src_data_rank=None))
+        p = nn.Parameter(
+            distribute_tensor(t, mesh if len(ps) == 2 else mesh["b"], ps, src_data_rank=None)
+        )
         if gs is not None:
             p.grad = distribute_tensor(gs[k], p.device_mesh, ps, src_data_rank=None)
         out.append(p)
@@ -214,7 +225,10 @@ def test_vector() -> None:
         vector = parameters_to_vector(params)
         assert torch.equal(vector.detach().full_tensor(), want)
         fresh = parameters([torch.zeros_like(t) for t in ts])
-        for flat in (vector, distribute_tensor(want.detach(), vector.device_mesh, [S(0), S(0)])):
+        for flat in (
+            vector,
+            distribute_tensor(want.detach(), vector.device_mesh, [S(0), S(0)]),
+        ):
             ids = [id(p) for p in fresh]
             vector_to_parameters(flat, fresh)
             assert [id(p) for p in fresh] == ids
@@ -229,7 +243,11 @@ def test_vector() -> None:
     simulate(on_rank, 4)
 
 
-@pytest.mark.parametrize("form", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=["loop", "foreach", "fused"])
+@pytest.mark.parametrize(
+    "form",
+    [{"foreach": False}, {"foreach": True}, {"fused": True}],
+    ids=["loop", "foreach", "fused"],
+)
 def test_grad_scaler(form: dict[str, Any]) -> None:
     def run(params: list[Any], grads: Any) -> tuple[list[float], Any]:
         opt = torch.optim.AdamW(params, lr=0.1, **form)
@@ -296,7 +314,9 @@ def test_unscale_moves_nothing_where_all_is_replicated() -> None:
         mesh = init_device_mesh("cpu", (2, 2))
         x = distribute_tensor(torch.randn(4, 3), mesh)
         with CommLog() as log:
-            torch._amp_foreach_non_finite_check_and_unscale_([x, x], torch.zeros(()), torch.tensor(0.5))
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [x, x], torch.zeros(()), torch.tensor(0.5)
+            )
         assert log.events == []
 
     simulate(on_rank, 4)

@@ -122,9 +122,13 @@ BINARY: dict[str, Callable[..., Any]] = {
     "lerp tensors": lambda a, b: torch._foreach_lerp(a, b, b),
     "addcmul": lambda a, b: torch._foreach_addcmul(a, b, b, 0.3),
     "addcmul_": lambda a, b: torch._foreach_addcmul_(a, b, a, value=0.3),
-    "addcmul_ numbers": lambda a, b: torch._foreach_addcmul_(a, b, b, [0.1 * k for k in range(7)]),
+    "addcmul_ numbers": lambda a, b: torch._foreach_addcmul_(
+        a, b, b, [0.1 * k for k in range(7)]
+    ),
     "addcdiv_": lambda a, b: torch._foreach_addcdiv_(a, a, b, -0.3),
-    "addcdiv_ numbers": lambda a, b: torch._foreach_addcdiv_(a, a, b, [0.1 * k for k in range(7)]),
+    "addcdiv_ numbers": lambda a, b: torch._foreach_addcdiv_(
+        a, a, b, [0.1 * k for k in range(7)]
+    ),
     "addcdiv_ tensor of numbers": lambda a, b: torch._foreach_addcdiv_(
         a, a, b, torch.arange(7.0, dtype=torch.float64)
     ),
@@ -182,7 +186,11 @@ def test_scalar_tensor(name: str, kind: str) -> None:
     def on_rank() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         for how in (PLACED, OTHER):
-            scalar = s if kind == "plain" else lay_out(s, mesh, (R, R) if kind == "replicated" else (R, P))
+            scalar = (
+                s
+                if kind == "plain"
+                else lay_out(s, mesh, (R, R) if kind == "replicated" else (R, P))
+            )
             xs = placed(ts, how)
             assert_same(SCALARS[name](xs, scalar), want)
             assert_same(xs, plain)
@@ -202,7 +210,9 @@ def test_scalar_of_the_mesh_and_tensors_of_a_slice() -> None:
         assert_same(xs, [t * s for t in ts])
         assert [x.device_mesh for x in xs] == meshes
         assert_same(torch._foreach_mul(xs, scalar), [t * s * s for t in ts])
-        torch._foreach_add_(xs, [x.redistribute(mesh, [R, R]) if x.device_mesh is mesh else x for x in xs])
+        torch._foreach_add_(
+            xs, [x.redistribute(mesh, [R, R]) if x.device_mesh is mesh else x for x in xs]
+        )
         assert_same(xs, [t * s * 2 for t in ts])
 
     simulate(on_rank, 4)
@@ -356,10 +366,18 @@ def test_norm_dtypes() -> None:
 
     def on_rank() -> None:
         mixed = placed([t if k % 2 else t.double() for k, t in enumerate(ts)])
-        assert_same(torch._foreach_norm(mixed, 2), torch._foreach_norm([whole(m) for m in mixed], 2), 1e-3)
+        assert_same(
+            torch._foreach_norm(mixed, 2),
+            torch._foreach_norm([whole(m) for m in mixed], 2),
+            1e-3,
+        )
         want = torch._foreach_norm(ts, 2.0, dtype=torch.float64)
         assert_same(torch._foreach_norm(placed(ts), 2.0, dtype=torch.float64), want, 1e-6)
-        assert_same(torch._foreach_norm(placed(ts), 1, torch.float32), torch._foreach_norm(ts, 1, torch.float32), 1e-4)
+        assert_same(
+            torch._foreach_norm(placed(ts), 1, torch.float32),
+            torch._foreach_norm(ts, 1, torch.float32),
+            1e-4,
+        )
 
     simulate(on_rank, 4)
 

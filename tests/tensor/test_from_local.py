@@ -62,7 +62,7 @@ def test_without_the_check_nothing_is_sent():
             )
             e = DTensor.from_local(torch.full((2,), float(rank)), line(2), [R], run_check=False)
             f = DTensor.from_local(
-                torch.ones(2 - rank), line(2), [Shard(0)], shape=(3,), stride=(1,)
+                torch.ones(2 - rank), line(2), [Shard(0)], run_check=False, shape=(3,), stride=(1,)
             )
         assert not log.events
         assert d.shape == (4,)
@@ -215,26 +215,18 @@ def test_pieces_that_contradict_each_other_raise_on_every_rank():
     )
 
 
-def test_a_shape_that_no_local_fits_raises():
-    def on_rank(rank):
-        DTensor.from_local(torch.ones(2), line(2), [Shard(0)], shape=(5,))
-
-    assert (
-        "rank 0 gave shape (2,); of a tensor of shape (5,) its piece would be (3,)"
-        in same_error(on_rank, 2)
-    )
-
-    def unchecked(rank):  # rank 1 does hold two of five: without a check only rank 0 can know
+def test_a_given_shape_skips_the_exchange_and_is_checked_against_the_own_piece():
+    def on_rank(rank):  # rank 1 does hold two of five: without an exchange only rank 0 can know
         if rank == 0:
             with pytest.raises(
                 LayoutError,
                 match=r"a local of shape \(2,\) is no piece of f32\[5\] {0: S\(0\)}",
             ):
-                DTensor.from_local(
-                    torch.ones(2), line(2), [Shard(0)], shape=(5,), run_check=False
-                )
+                DTensor.from_local(torch.ones(2), line(2), [Shard(0)], shape=(5,))
 
-    simulate(unchecked, 2)
+    with CommLog() as log:
+        simulate(on_rank, 2)
+    assert log.count() == 0
 
 
 def test_the_first_ranks_strides_are_those_of_the_tensor():

@@ -260,6 +260,9 @@ def parse(mesh: Mesh, placements: Any, ndim: int) -> tuple[Dims, Partials]:
         return placements.dims, placements.partial
     if isinstance(placements, (Placement, str)):
         placements = (placements,)
+    if not isinstance(placements, Sequence):
+        kind = type(placements).__name__
+        raise LayoutError(f"placements must be placements, a spec or a layout, not a {kind}.", tries=["x.placements", "x.layout"])
     entries = tuple(placements)
     if entries and all(e is None or isinstance(e, (str, tuple, list)) for e in entries):
         return _parse_spec(mesh, entries, ndim)

@@ -176,7 +176,7 @@ def compile_rule(
     if rule is None:
         return None
     choice = decide(rule, operands, operands[0] if entry.inplace else None)
-    if choice is None:
+    if choice is None or not _sizes_agree(rule, choice, operands):
         return None
     movers = tuple(
         None if choice.ins[a] is a.layout else mover(a.layout, choice.ins[a], transport) for a in operands
@@ -202,8 +202,33 @@ def compile_rule(
             program.template = rule.localize(ctx, *args, **kwargs)
     if program.ctx is not None:
         program.target = functools.partial(program.func, program.ctx)
+    sends = program.ctx is not None or any(m is not None and m.communicates for m in movers)
+    if known is None and sends and _torch_refuses(func, operands, args, kwargs):
+        return None
     program.simple = _suits_hot_path(program, args, kwargs)
     return program, layouts
+
+
+def _sizes_agree(rule: Rule, choice: Choice, operands: Sequence[Arg]) -> bool:
+    """Whether each sharded factor has one size: pieces of unequal dims could fit where the dims do not."""
+    sizes: dict[str, int] = {}
+    for arg in operands:
+        for name, n in zip(rule.ins.get(arg, ()), arg.shape):
+            if name in choice.axes and name not in rule.divides and sizes.setdefault(name, n) != n:
+                return False
+    return True
+
+
+def _torch_refuses(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call fails on meta tensors: then nothing may be sent for it.
+
+    The lower rungs of the ladder judge it again, and raise what torch says about the whole tensors.
+    """
+    try:
+        _on_meta(func, operands, args, kwargs)
+    except Exception:
+        return True
+    return False
 
 
 def _suits_hot_path(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -33,6 +33,7 @@ class Spec:
     """
 
     __slots__ = (
+        "_dual",
         "coord",
         "device_type",
         "dtype",
@@ -62,8 +63,16 @@ class Spec:
             self.local_shape = torch.Size(sizes)
         self.programs: tuple[dict[Any, Any], ...] = program_tables(transport)
         self.fast: dict[Any, Any] = self.programs[-1]
+        self._dual: Spec | None = None
         self.guards: Spec | None = None
         self.plain = self.stride is None and self.device_type == "cpu"
+
+    @property
+    def dual(self) -> Spec:
+        """The spec of the gradient."""
+        if self._dual is None:
+            self._dual = spec_of(self.layout.dual(), self.transport)
+        return self._dual
 
     def __repr__(self) -> str:
         """Layout and coordinate."""

@@ -7,8 +7,10 @@ draws, constants made inside) gives None, and the call takes the ladder's next r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+import logging
 from typing import Any
 
 import torch
@@ -106,12 +108,13 @@ class _Recorder(TorchDispatchMode):
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _MODES: list[Any] = []
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def trace(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | None:
     """Trace a call; ``args`` and ``kwargs`` hold slots for the operands. None if it is no graph."""
     graph = Graph()
-    with without_modes():
+    with without_modes(), _quiet():
         if not _MODES:
             _MODES.append(fake_mode())
         mode = _MODES[0]
@@ -129,6 +132,16 @@ def trace(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dic
             return None
     _drop_dead(graph)
     return graph
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch refuses is raised; it need not be logged as well."""
+    before, _LOG.disabled = _LOG.disabled, True
+    try:
+        yield
+    finally:
+        _LOG.disabled = before
 
 
 def _fake(a: Arg) -> Tensor:

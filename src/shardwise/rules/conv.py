@@ -65,6 +65,18 @@ def _sizes_transposed(
     ]
 
 
+def _strides(input: Arg, weight: Arg, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Channels come last in memory if they do in the input or in the weight."""
+    if len(shape) not in (4, 5) or input.ndim != weight.ndim:
+        return None
+    order = (0, *range(2, len(shape)), 1)
+    for arg in (input, weight):
+        last = arg.layout.stride[1] == 1 and not arg.layout.is_contiguous
+        if last and all(arg.layout.stride[a] >= arg.layout.stride[b] for a, b in zip(order, order[1:])):
+            return boxes.restride(shape, [len(shape) - order.index(d) for d in range(len(shape))])
+    return None
+
+
 def _rule(
     input: Arg,
     weight: Arg,
@@ -74,7 +86,7 @@ def _rule(
     transposed: bool,
     regroup: Callable[..., Tensor],
 ) -> Rule | None:
-    """The rule of any convolution; ``regroup(ctx, groups, *args, **kwargs)`` calls it with other groups."""
+    """The rule of any convolution; ``regroup(ctx, groups, args, kwargs)`` calls it with other groups."""
     n = weight.ndim - 2
     if sizes is None or n < 1 or input.ndim not in (n + 1, n + 2) or min(sizes) <= 0 or groups < 1:
         return None
@@ -94,11 +106,12 @@ def _rule(
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
     shape = (*input.shape[: len(batch)], channels, *sizes)
     names = (*batch, o, *spatial)
+    strides = (_strides(input, weight, shape),)
     if not one:
 
         def local(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
             pieces = math.prod(ctx.mesh.shape[a] for a in ctx.axes["g"])
-            return regroup(ctx, groups // pieces, *args, **kwargs)
+            return regroup(ctx, groups // pieces, args, kwargs)
 
         return Rule(
             ins,
@@ -107,6 +120,7 @@ def _rule(
             divides={"g": groups},
             local=local,
             out_shapes=(shape,),
+            out_strides=strides,
         )
     together = [frozenset([x] if bias is None else [x, bias]) for x in (input, weight)]
     return Rule(
@@ -116,17 +130,18 @@ def _rule(
         linear=tuple(together),
         addends=frozenset() if bias is None else frozenset([bias]),
         out_shapes=(shape,),
+        out_strides=strides,
     )
 
 
 def _regroup_at(position: int) -> Callable[..., Tensor]:
     """Call again with other groups, which is the argument at a position, or named."""
 
-    def regroup(ctx: Any, groups: int, *args: Any, **kwargs: Any) -> Tensor:
+    def regroup(ctx: Any, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if len(args) > position:
-            args = (*args[:position], groups, *args[position + 1 :])
+            args = (*args[:position], count, *args[position + 1 :])
         else:
-            kwargs = {**kwargs, "groups": groups}
+            kwargs = {**kwargs, "groups": count}
         return ctx.func(*args, **kwargs)
 
     return regroup

@@ -7,13 +7,14 @@ the gradient of ``amax`` goes in equal parts to all elements that attain it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.rules.notation import Arg, Rule
+from shardwise.rules.notation import WHOLE, Arg, Rule
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.reduce import dims_of, drop, group_of, reduction
 from shardwise.rules.registry import rule
@@ -34,7 +35,9 @@ def worst(dtype: torch.dtype, op: str) -> Any:
 def piece_extremum(x: Tensor, dims: Sequence[int], op: str) -> Tensor:
     """The best of this rank's piece, dims kept; an empty piece offers the worst there is."""
     if any(x.shape[d] == 0 for d in dims):
-        return x.new_full([1 if d in dims else n for d, n in enumerate(x.shape)], worst(x.dtype, op))
+        return x.new_full(
+            [1 if d in dims else n for d, n in enumerate(x.shape)], worst(x.dtype, op)
+        )
     best = x.amax if op == "max" else x.amin
     return best(tuple(dims), keepdim=True)
 
@@ -48,7 +51,9 @@ def group_extremum(group: Any, x: Tensor, op: str) -> Tensor:
     nan = x.isnan()
     sign = 1 if op == "max" else -1
     flags = nan.to(x.dtype) * sign
-    best, flag = group.reduce(torch.stack((torch.where(nan, worst(x.dtype, op), x), flags)), op).unbind()
+    best, flag = group.reduce(
+        torch.stack((torch.where(nan, worst(x.dtype, op), x), flags)), op
+    ).unbind()
     return torch.where(flag != 0, math.nan, best)
 
 
@@ -74,18 +79,29 @@ def shared_gradient(
     return group.settle((x * mask).sum(tuple(dims), keepdim=True) / count, value)
 
 
-def extremum(group: Any, x: Tensor, dims: Sequence[int], op: str, *, nans: bool = False) -> Tensor:
+def extremum(
+    group: Any, x: Tensor, dims: Sequence[int], op: str, *, nans: bool = False
+) -> Tensor:
     """``amax`` or ``amin`` over all ranks of the group, dims kept; differentiable."""
     value = group_extremum(group, piece_extremum(x.detach(), dims, op), op)
     return shared_gradient(group, x, dims, value, nans=nans)
+
+
+def refused(x: Arg, dims: Sequence[int], keepdim: bool, results: int = 1) -> Rule:
+    """The rule over a dim without elements: torch's own op shall say that it has no extremum."""
+    return replace(
+        reduction(x, dims, keepdim, results=results), whole=frozenset(f"d{d}" for d in dims)
+    )
 
 
 def _amax(op: str) -> Any:
     def answer(input: Arg, dim: Any = (), keepdim: bool = False, **more: Any) -> Rule | None:
         keepdim = more.get("keepdims", keepdim)
         dims = dims_of(input, dim, more)
-        if dims is None or input.dtype.is_complex or 0 in [input.shape[d] for d in dims]:
+        if dims is None or input.dtype.is_complex:
             return None
+        if 0 in [input.shape[d] for d in dims]:
+            return refused(input, dims, keepdim)
 
         def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
             return drop(extremum(group_of(ctx, dims), input, dims, op), dims, keepdim)
@@ -99,8 +115,10 @@ def _amax(op: str) -> Any:
 def aminmax(input: Arg, *, dim: Any = None, keepdim: bool = False) -> Rule | None:
     """Both at once."""
     dims = dims_of(input, dim)
-    if dims is None or input.dtype.is_complex or 0 in [input.shape[d] for d in dims]:
+    if dims is None or input.dtype.is_complex:
         return None
+    if 0 in [input.shape[d] for d in dims]:
+        return refused(input, dims, keepdim, 2)
 
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Any:
         group = group_of(ctx, dims)
@@ -125,7 +143,9 @@ def first_index(ctx: Any, x: Tensor, dims: Sequence[int], op: str, best: Tensor)
         place = torch.zeros((), dtype=torch.int64, device=x.device)
         for d in dims:
             at = torch.arange(spec.offsets[d], spec.offsets[d] + x.shape[d], device=x.device)
-            place = place * spec.shape[d] + at.view([-1 if i == d else 1 for i in range(x.ndim)])
+            place = place * spec.shape[d] + at.view(
+                [-1 if i == d else 1 for i in range(x.ndim)]
+            )
         place = torch.where(hit, place, _NEVER).amin(tuple(dims), keepdim=True)
     return group_of(ctx, dims).reduce(place, "min")
 
@@ -134,8 +154,10 @@ def _argmax(op: str) -> Any:
     def answer(input: Arg, dim: Any = None, keepdim: bool = False, **more: Any) -> Rule | None:
         keepdim = more.get("keepdims", keepdim)
         dims = dims_of(input, dim, more)
-        if dims is None or input.dtype.is_complex or 0 in [input.shape[d] for d in dims] or input.dtype is torch.bool:
+        if dims is None or input.dtype.is_complex or input.dtype is torch.bool:
             return None
+        if 0 in [input.shape[d] for d in dims]:
+            return refused(input, dims, keepdim)
 
         def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
             x = input.detach()
@@ -150,17 +172,23 @@ def _argmax(op: str) -> Any:
 def _max(op: str) -> Any:
     named = getattr(torch.return_types, op)
 
-    def answer(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None, **more: Any) -> Rule | None:
+    def answer(
+        input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None, **more: Any
+    ) -> Rule | None:
         other = dim if isinstance(dim, Arg) else other
         if other is not None:
             return elementwise([input, other])
         full = dim is None and "axis" not in more
         keepdim = more.get("keepdims", keepdim)
         dims = dims_of(input, dim, more)
-        if dims is None or input.dtype.is_complex or 0 in [input.shape[d] for d in dims]:
+        if (
+            dims is None
+            or input.dtype.is_complex
+            or (not full and len(dims) != 1 and input.ndim)
+        ):
             return None
-        if not full and len(dims) != 1 and input.ndim:
-            return None
+        if 0 in [input.shape[d] for d in dims]:
+            return refused(input, dims, keepdim, 1 if full else 2)
 
         def whole(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
             return drop(extremum(group_of(ctx, dims), input, dims, op, nans=True), dims, False)
@@ -201,15 +229,20 @@ for _op in ("max", "min"):
 
 # -- the k best -----------------------------------------------------------------------------------
 @rule("topk", "aten.topk")
-def topk(input: Arg, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Rule | None:
+def topk(
+    input: Arg, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True
+) -> Rule | None:
     """Over a sharded dim each rank offers its k best, and the best of those are taken."""
     dims = dims_of(input, dim)
     if not dims or dim is None or not isinstance(k, int) or not 0 <= k <= input.shape[dims[0]]:
         return None
     (d,) = dims
-    made = reduction(input, dims, True, results=2)
+    made = reduction(input, dims, True)
     shape = tuple(k if i == d else n for i, n in enumerate(input.shape))
-    out = tuple("." if i == d else n for i, n in enumerate(made.outs[0]))
+    out = tuple(WHOLE if i == d else n for i, n in enumerate(made.outs[0]))
+    fill = worst(input.dtype, "max" if largest else "min")
+    if input.dtype.is_floating_point and not largest:
+        fill = math.nan  # a NaN counts as greater than all
 
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Any:
         spec, group = ctx.ins[0], ctx.group(f"d{d}")
@@ -219,24 +252,24 @@ def topk(input: Arg, k: Any, dim: Any = -1, largest: bool = True, sorted: bool =
         index = index + spec.offsets[d]
         if have < room:
             lack = [room - have if i == d else n for i, n in enumerate(input.shape)]
-            last = math.nan if input.dtype.is_floating_point and not largest else worst(
-                input.dtype, "max" if largest else "min"
-            )
-            value = torch.cat((value, value.new_full(lack, last)), d)
+            value = torch.cat((value, value.new_full(lack, fill)), d)
             index = torch.cat((index, index.new_full(lack, _NEVER)), d)
         values = torch.cat(group.stack(value).unbind(), d)
         indices = torch.cat(group.gather(index).unbind(), d)
-        order = indices.argsort(dim=d)  # among equals the first wins, and what only fills comes last
+        order = indices.argsort(
+            dim=d
+        )  # among equals the first wins, and what only fills comes last
         best = values.detach().gather(d, order).argsort(dim=d, descending=largest, stable=True)
         order = order.gather(d, best.narrow(d, 0, k))
         return torch.return_types.topk((values.gather(d, order), indices.gather(d, order)))
 
-    return Rule(
-        made.ins,
-        (out, out),
-        reduce=made.reduce,
-        special=frozenset([f"d{d}"]) if input.dtype is not torch.bool else frozenset(),
-        whole=frozenset([f"d{d}"]) if input.dtype is torch.bool else frozenset(),
+    factor = frozenset([f"d{d}"])
+    is_bool = input.dtype is torch.bool
+    return replace(
+        made,
+        outs=(out, out),
+        special=frozenset() if is_bool else factor,
+        whole=factor if is_bool else frozenset(),
         local=local,
         out_shapes=(shape, shape),
     )

@@ -1,4 +1,4 @@
-"""Pooling, resizing, padding and patches: batch and channels are cut, the dims worked on are whole."""
+"""Pooling, resizing and patches: batch and channels are cut, the dims worked on are whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from shardwise.rules.conv import without_empty
 from shardwise.rules.notation import WHOLE, Arg, Rule, numbered
-from shardwise.rules.registry import functions, lookup, rule
+from shardwise.rules.registry import functions, rule
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -71,33 +71,16 @@ def _unpool(dims: int) -> None:
 
     def unpool(input: Arg, indices: Arg, *args: Any, **kwargs: Any) -> Rule | None:
         """Positions are within a channel's plane, so batch and channels are cut."""
-        size = kwargs.get("output_size", args[3] if len(args) > 3 else None)
-        if size is not None and len(size) == dims + 2:
-            kwargs, args = {**kwargs, "output_size": size[2:]}, args[:3]
-        shapes = _unpooled(func, input, *args, **kwargs)
-        if input.ndim not in (dims + 1, dims + 2) or indices.shape != input.shape or shapes is None:
+        if input.ndim not in (dims + 1, dims + 2) or indices.shape != input.shape:
+            return None
+        shapes = _shapes_on_meta(lambda x: func(x, x.long(), *args, **kwargs), input)
+        if shapes is None:
             return None
         names = (*("n", "c")[2 - (input.ndim - dims) :], *(WHOLE,) * dims)
         ins = {input: names, indices: names}
-        return Rule(ins, (names,), whole=without_empty(ins, ("n", "c")), localize=_drop_channels, out_shapes=shapes)
+        return Rule(ins, (names,), whole=without_empty(ins, ("n", "c")), out_shapes=shapes)
 
     rule(func)(unpool)
-
-
-def _unpooled(func: Callable[..., Any], x: Arg, *args: Any, **kwargs: Any) -> Shapes | None:
-    sizes = _shapes_on_meta(lambda x: func(x, x.long(), *args, **kwargs), x)
-    return sizes
-
-
-def _drop_channels(ctx: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An output size given with batch and channels is given without them."""
-    dims = len(ctx.ins[0].shape) - 2
-    if len(args) > 5 and args[5] is not None and len(args[5]) == dims + 2:
-        args = (*args[:5], args[5][2:], *args[6:])
-    size = kwargs.get("output_size")
-    if size is not None and len(size) == dims + 2:
-        kwargs = {**kwargs, "output_size": size[2:]}
-    return args, kwargs
 
 
 for _d in (1, 2, 3):
@@ -217,46 +200,18 @@ def affine_grid(theta: Arg, size: Any, align_corners: bool | None = None) -> Rul
     )
 
 
-def _padded(x: Arg, pad: Any, linear: bool, fill: bool) -> Rule | None:
-    pad = [int(p) for p in pad]
-    if len(pad) % 2 or len(pad) > 2 * x.ndim:
-        return None
-    before = [0] * x.ndim
-    total = [0] * x.ndim
-    for k in range(len(pad) // 2):
-        before[-1 - k], total[-1 - k] = pad[2 * k], pad[2 * k] + pad[2 * k + 1]
-    touched = [bool(b or t) for b, t in zip(before, total)]
-    shape = tuple(n + t for n, t in zip(x.shape, total))
-    if any(n < 0 for n in shape):
-        return None
-    names = tuple(WHOLE if on else f"d{i}" for i, on in enumerate(touched))
-    worked_on = x.ndim if fill else len(pad) // 2
-    names = (*names[: x.ndim - worked_on], *((names[x.ndim - worked_on :]) if fill else (WHOLE,) * worked_on))
-    ins = {x: names}
-    whole = frozenset() if fill else without_empty(ins, names)
-    return Rule(
-        ins, (names,), whole=whole, linear=(frozenset([x]),) if linear else (), out_shapes=(shape,)
-    )
-
-
-@rule(F.pad)
-def pad(input: Arg, pad: Any, mode: str = "constant", value: float | None = None) -> Rule | None:
-    """Dims that are padded are whole, the others cut; without a value, linear."""
-    return _padded(input, pad, mode != "constant" or not value, mode == "constant")
-
-
-@rule("aten.constant_pad_nd.default", torch.constant_pad_nd)
-def constant_pad_nd(self: Arg, pad: Any, value: Any = 0) -> Rule | None:
-    """The same, for a constant."""
-    return _padded(self, pad, not value, True)
-
-
 @rule(
     *(f"aten.{kind}_pad{d}d.default" for kind in ("reflection", "replication") for d in (1, 2, 3)),
 )
 def edge_pad(self: Arg, padding: Any) -> Rule | None:
-    """The same, for the values at the edge."""
-    return _padded(self, padding, True, False)
-
-
-assert lookup(F.max_pool2d) is not None, "the functions that are chosen by return_indices are registered themselves"
+    """Dims at the end, by their values at the edge: these are whole."""
+    count = len(padding) // 2
+    if len(padding) % 2 or count >= self.ndim:
+        return None
+    names = (*numbered("b", self.ndim - count), *(WHOLE,) * count)
+    grown = [padding[2 * k] + padding[2 * k + 1] for k in reversed(range(count))]
+    shape = (*self.shape[: self.ndim - count], *(n + g for n, g in zip(self.shape[self.ndim - count :], grown)))
+    ins = {self: names}
+    return Rule(
+        ins, (names,), whole=without_empty(ins, names), linear=(frozenset([self]),), out_shapes=(tuple(shape),)
+    )

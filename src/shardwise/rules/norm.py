@@ -34,7 +34,9 @@ HIDDEN_WRITES = frozenset(
 )
 
 
-def _centred(group: Any, x: Tensor, dims: Sequence[int], n: int) -> tuple[Tensor, Tensor, Tensor]:
+def _centred(
+    group: Any, x: Tensor, dims: Sequence[int], n: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, distance from it, variance: over all ranks of the group, dims kept."""
     dims = tuple(dims)
     middle = group.sum(x.sum(dims, keepdim=True)) / n
@@ -48,14 +50,18 @@ def _unsharded(input: Arg, dims: Sequence[int], names: Labels) -> frozenset[str]
 
 
 # -- layer norm and rms norm ----------------------------------------------------------------------
-def _over_last(input: Arg, shape: Any, params: Sequence[Arg | None]) -> tuple[tuple[int, ...], Labels, dict] | None:
+def _over_last(
+    input: Arg, shape: Any, params: Sequence[Arg | None]
+) -> tuple[tuple[int, ...], Labels, dict] | None:
     """The normalised dims, the input's labels, all labels; None if torch would refuse the shapes."""
     shape = (shape,) if isinstance(shape, int) else shape
     if not isinstance(shape, (tuple, list)) or not shape or len(shape) > input.ndim:
         return None
     k = input.ndim - len(shape)
     shape = tuple(shape)
-    if shape != tuple(input.shape[k:]) or any(p is not None and tuple(p.shape) != shape for p in params):
+    if shape != tuple(input.shape[k:]) or any(
+        p is not None and tuple(p.shape) != shape for p in params
+    ):
         return None
     names = numbered("d", input.ndim)
     ins = {input: names} | {p: names[k:] for p in params if p is not None}
@@ -64,10 +70,17 @@ def _over_last(input: Arg, shape: Any, params: Sequence[Arg | None]) -> tuple[tu
 
 @rule("layer_norm", "aten.layer_norm", lifts=True)
 def layer_norm(
-    input: Arg, normalized_shape: Any, weight: Arg | None = None, bias: Arg | None = None, *_: Any, **__: Any
+    input: Arg,
+    normalized_shape: Any,
+    weight: Arg | None = None,
+    bias: Arg | None = None,
+    *_: Any,
+    **__: Any,
 ) -> Rule | None:
     """Local where the normalised dims are whole."""
-    if (found := _over_last(input, normalized_shape, (weight, bias))) is None or input.dtype.is_complex:
+    if (
+        found := _over_last(input, normalized_shape, (weight, bias))
+    ) is None or input.dtype.is_complex:
         return None
     dims, names, ins = found
     out = result_dtype(input, None, lambda x: torch.layer_norm(x, (1,)))
@@ -105,14 +118,21 @@ def native_layer_norm(
     input: Arg, normalized_shape: Any, weight: Arg | None, bias: Arg | None, eps: float
 ) -> Rule | None:
     """With mean and reciprocal deviation of each row."""
-    if (found := _over_last(input, normalized_shape, (weight, bias))) is None or input.dtype.is_complex:
+    if (
+        found := _over_last(input, normalized_shape, (weight, bias))
+    ) is None or input.dtype.is_complex:
         return None
     dims, names, ins = found
     n = count_of(input, dims)
     rows = tuple(ONE if d in dims else name for d, name in enumerate(names))
 
     def local(
-        ctx: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
+        ctx: Any,
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         middle, x, var = _centred(group_of(ctx, dims), wide(input), dims, n)
         scale = (var + eps).rsqrt()
@@ -129,16 +149,24 @@ def native_layer_norm(
 
 
 @rule("rms_norm", "aten.rms_norm", lifts=True)
-def rms_norm(input: Arg, normalized_shape: Any, weight: Arg | None = None, *_: Any, **__: Any) -> Rule | None:
+def rms_norm(
+    input: Arg, normalized_shape: Any, weight: Arg | None = None, *_: Any, **__: Any
+) -> Rule | None:
     """Local where the normalised dims are whole."""
-    if (found := _over_last(input, normalized_shape, (weight,))) is None or not input.dtype.is_floating_point:
+    if (
+        found := _over_last(input, normalized_shape, (weight,))
+    ) is None or not input.dtype.is_floating_point:
         return None
     dims, names, ins = found
     out = result_dtype(input, None, lambda x: torch.rms_norm(x, (1,)))
     n = count_of(input, dims)
 
     def local(
-        ctx: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+        ctx: Any,
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Tensor | None = None,
+        eps: float | None = None,
     ) -> Tensor:
         x = wide(input)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -157,7 +185,12 @@ def rms_norm(input: Arg, normalized_shape: Any, weight: Arg | None = None, *_: A
 # -- group norm and instance norm -----------------------------------------------------------------
 @rule("group_norm", "aten.group_norm", lifts=True)
 def group_norm(
-    input: Arg, num_groups: int, weight: Arg | None = None, bias: Arg | None = None, *_: Any, **__: Any
+    input: Arg,
+    num_groups: int,
+    weight: Arg | None = None,
+    bias: Arg | None = None,
+    *_: Any,
+    **__: Any,
 ) -> Rule | None:
     """Statistics per sample and group: channels are local in whole groups, else sums meet."""
     if input.ndim < 2 or not input.dtype.is_floating_point or 0 in input.shape:
@@ -194,7 +227,9 @@ def group_norm(
 
         def mean(x: Tensor) -> Tensor:
             each = x.sum(dims) if dims else x
-            total = group.sum(each.new_zeros(each.shape[0], num_groups).index_add(1, of, each)) / n
+            total = (
+                group.sum(each.new_zeros(each.shape[0], num_groups).index_add(1, of, each)) / n
+            )
             return total.index_select(1, of).view(x.shape[0], m, *(1,) * len(dims))
 
         x = x - mean(x)
@@ -208,7 +243,8 @@ def group_norm(
         special=frozenset(("c", *spatial)),
         whole=_unsharded(input, (1,), names),
         local=local,
-        always_local=n == 1 and input.layout.is_sharded,  # torch's check would count this rank's samples only
+        always_local=n == 1
+        and input.layout.is_sharded,  # torch's check would count this rank's samples only
     )
 
 
@@ -295,7 +331,9 @@ def batch_norm(
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        return _apply(ctx, input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return _apply(
+            ctx, input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
 
     return _batch(input, (running_mean, running_var), (weight, bias), training, local)
 
@@ -326,13 +364,19 @@ def torch_batch_norm(
         eps: float,
         cudnn_enabled: bool,
     ) -> Tensor:
-        return _apply(ctx, input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return _apply(
+            ctx, input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
 
     return _batch(input, (running_mean, running_var), (weight, bias), training, local)
 
 
 def _batch(
-    input: Arg, stats: Sequence[Arg | None], params: Sequence[Arg | None], training: bool, local: Any
+    input: Arg,
+    stats: Sequence[Arg | None],
+    params: Sequence[Arg | None],
+    training: bool,
+    local: Any,
 ) -> Rule | None:
     if input.ndim < 2 or not is_inexact(input.dtype):
         return None
@@ -344,7 +388,7 @@ def _batch(
     whole = _unsharded(input, (1,), names)
     if any(not set(p.layout.dims[0]) <= set(cut) for p in given):
         whole = frozenset("c")
-    ins: dict[Arg, Labels] = {input: names} | {p: ("c",) for p in given}
+    ins: dict[Arg, Labels] = {input: names} | dict.fromkeys(given, ("c",))
     empty = input.layout.has_empty()  # torch's kernels fail on an empty piece
     if not training:
         has_stats = None not in stats
@@ -380,7 +424,9 @@ def _apply(
     if not training:
         assert running_mean is not None, "the rule asks for this program only with statistics"
         assert running_var is not None, "the rule asks for this program only with statistics"
-        x = (wide(input) - _channels(running_mean, input)) * (_channels(running_var, input) + eps).rsqrt()
+        x = (wide(input) - _channels(running_mean, input)) * (
+            _channels(running_var, input) + eps
+        ).rsqrt()
         return _affine(x, weight, bias).to(input.dtype)
     spec = ctx.ins[0]
     dims = tuple(d for d in range(input.ndim) if d != 1)
@@ -388,7 +434,10 @@ def _apply(
     n = math.prod(spec.shape) // spec.shape[1]
     middle, x, var = _centred(group, wide(input), dims, n)
     with torch.no_grad():
-        for buffer, now in ((running_mean, middle.detach()), (running_var, var.detach() * (n / (n - 1)))):
+        for buffer, now in (
+            (running_mean, middle.detach()),
+            (running_var, var.detach() * (n / (n - 1))),
+        ):
             if buffer is not None:
                 _note(ctx, buffer, now.view(-1), momentum)
     return _affine(x * (var + eps).rsqrt(), weight, bias).to(input.dtype)

@@ -28,19 +28,25 @@ def _one_of(input: Arg, dim: Any, keepdim: bool) -> Rule | None:
 
 
 @rule("sort")
-def sort(input: Arg, dim: Any = -1, descending: bool = False, *, stable: Any = None, **more: Any) -> Rule | None:
+def sort(
+    input: Arg, dim: Any = -1, descending: bool = False, *, stable: Any = None, **more: Any
+) -> Rule | None:
     """Values and indices."""
     return None if more.keys() - {"out"} else _sorted(input, dim, 2)
 
 
 @rule("aten.sort.default", "aten.sort.stable")
-def aten_sort(self: Arg, dim: Any = -1, descending: bool = False, *, stable: Any = None) -> Rule | None:
+def aten_sort(
+    self: Arg, dim: Any = -1, descending: bool = False, *, stable: Any = None
+) -> Rule | None:
     """Values and indices."""
     return _sorted(self, dim, 2)
 
 
 @rule("argsort", "aten.argsort.default", "aten.argsort.stable")
-def argsort(input: Arg, dim: Any = -1, descending: bool = False, stable: Any = None) -> Rule | None:
+def argsort(
+    input: Arg, dim: Any = -1, descending: bool = False, stable: Any = None
+) -> Rule | None:
     """Indices."""
     return _sorted(input, dim, 1)
 
@@ -64,7 +70,9 @@ def mode(input: Arg, dim: Any = -1, keepdim: bool = False, **more: Any) -> Rule 
 
 
 @rule("kthvalue", "aten.kthvalue")
-def kthvalue(input: Arg, k: int, dim: Any = -1, keepdim: bool = False, **more: Any) -> Rule | None:
+def kthvalue(
+    input: Arg, k: int, dim: Any = -1, keepdim: bool = False, **more: Any
+) -> Rule | None:
     """Along one dim."""
     return None if more else _one_of(input, dim, keepdim)
 
@@ -86,5 +94,3 @@ def cdist(x1: Arg, x2: Arg, p: Any = 2.0, *_: Any, **__: Any) -> Rule | None:
 def _batch(arg: Arg, names: tuple[str, ...]) -> tuple[str, ...]:
     padded = aligned(arg, (*names, "", ""))
     return padded[: arg.ndim - 2]
-
-

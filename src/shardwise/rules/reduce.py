@@ -19,7 +19,9 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 # -- what the rules of this family share ---------------------------------------------------------
-def dims_of(x: Arg, dim: Any, more: dict[str, Any] | None = None, *, none: bool = True) -> tuple[int, ...] | None:
+def dims_of(
+    x: Arg, dim: Any, more: dict[str, Any] | None = None, *, none: bool = True
+) -> tuple[int, ...] | None:
     """The dims a ``dim`` argument names, ascending; None if torch would refuse it, or if it is not for a rule.
 
     Args:
@@ -114,7 +116,9 @@ def drop(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
 def safe_sqrt(x: Tensor) -> Tensor:
     """The root, with gradient zero at zero, as torch's norms and deviations have it."""
     zero = x == 0
-    return torch.where(zero, torch.zeros_like(x), torch.where(zero, torch.ones_like(x), x).sqrt())
+    return torch.where(
+        zero, torch.zeros_like(x), torch.where(zero, torch.ones_like(x), x).sqrt()
+    )
 
 
 def is_inexact(dtype: Any) -> bool:
@@ -124,7 +128,9 @@ def is_inexact(dtype: Any) -> bool:
 
 # -- sums -----------------------------------------------------------------------------------------
 @rule("sum", "aten.sum")
-def sum_(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any) -> Rule | None:
+def sum_(
+    input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
+) -> Rule | None:
     """A pending sum where a reduced dim is sharded."""
     keepdim = more.get("keepdims", keepdim)
     dims = dims_of(input, dim, more)
@@ -135,10 +141,16 @@ def sum_(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
 
 
 @rule("nansum", "aten.nansum")
-def nansum(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any) -> Rule | None:
+def nansum(
+    input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
+) -> Rule | None:
     """As ``sum``, but a pending sum cannot pass: which addends are NaN is not known yet."""
     dims = dims_of(input, dim, more)
-    return None if dims is None else reduction(input, dims, more.get("keepdims", keepdim), op="sum")
+    return (
+        None
+        if dims is None
+        else reduction(input, dims, more.get("keepdims", keepdim), op="sum")
+    )
 
 
 @rule("count_nonzero", "aten.count_nonzero")
@@ -149,7 +161,9 @@ def count_nonzero(input: Arg, dim: Any = None, **more: Any) -> Rule | None:
 
 
 @rule("mean", "aten.mean")
-def mean(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any) -> Rule | None:
+def mean(
+    input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
+) -> Rule | None:
     """The local sum over the global count; a pending sum."""
     keepdim = more.get("keepdims", keepdim)
     dims = dims_of(input, dim, more)
@@ -161,11 +175,15 @@ def mean(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
         inside = torch.float32 if out in _NARROW else out
         return (torch.sum(input, dims, keepdim, dtype=inside) / n).to(out)
 
-    return reduction(input, dims, keepdim, local=local, op="sum", linear=is_inexact(input.dtype))
+    return reduction(
+        input, dims, keepdim, local=local, op="sum", linear=is_inexact(input.dtype)
+    )
 
 
 @rule("nanmean", "aten.nanmean")
-def nanmean(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any) -> Rule | None:
+def nanmean(
+    input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
+) -> Rule | None:
     """The local sum over the global count of what is no NaN; a pending sum."""
     dims = dims_of(input, dim, more)
     if dims is None or not input.dtype.is_floating_point:
@@ -181,7 +199,9 @@ def nanmean(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
 
 
 @rule("prod", "aten.prod")
-def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any) -> Rule | None:
+def prod(
+    input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
+) -> Rule | None:
     """Products of the pieces are stacked and multiplied, so that a zero has torch's gradient."""
     full = dim is None and "axis" not in more
     keepdim = more.get("keepdims", keepdim)
@@ -190,10 +210,14 @@ def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
         return None
 
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        part = torch.prod(input, dtype=dtype) if full else torch.prod(input, dims[0], keepdim, dtype=dtype)
+        part = (
+            torch.prod(input, dtype=dtype)
+            if full
+            else torch.prod(input, dims[0], keepdim, dtype=dtype)
+        )
         group = group_of(ctx, dims)
         if part.requires_grad and torch.is_grad_enabled():
-            return group.stack(part).prod(0)
+            return group.stack(part).prod(0, dtype=part.dtype)
         return group.reduce(part, "product")
 
     return reduction(input, dims, keepdim and not full, local=local)
@@ -265,7 +289,9 @@ def _spread(name: str) -> Any:
             return (spread, drop(middle, dims, keepdim).to(input.dtype)) if both else spread
 
         warns = input.layout.has_empty()  # torch's own op warns about an empty piece
-        return reduction(input, dims, keepdim, local=local, results=2 if both else 1, always=warns)
+        return reduction(
+            input, dims, keepdim, local=local, results=2 if both else 1, always=warns
+        )
 
     return answer
 
@@ -287,7 +313,11 @@ def logsumexp(input: Arg, dim: Any, keepdim: bool = False, **more: Any) -> Rule 
     dims = dims_of(input, dim, more)
     if dims is None or input.dtype.is_complex or not dims:
         return None
-    out = result_dtype(input, None, lambda x: torch.logsumexp(x, dims)) if is_inexact(input.dtype) else None
+    out = (
+        result_dtype(input, None, lambda x: torch.logsumexp(x, dims))
+        if is_inexact(input.dtype)
+        else None
+    )
 
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
         group, x = group_of(ctx, dims), wide(input)

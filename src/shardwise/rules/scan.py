@@ -16,7 +16,9 @@ from shardwise.rules.reduce import dims_of, is_inexact, wide
 from shardwise.rules.registry import rule
 
 
-def _scan(input: Arg, dim: Any, local: LocalProgram, *, linear: bool = False, results: int = 1) -> Rule | None:
+def _scan(
+    input: Arg, dim: Any, local: LocalProgram, *, linear: bool = False, results: int = 1
+) -> Rule | None:
     dims = dims_of(input, dim)
     if type(dim) is not int or dims is None:
         return None
@@ -39,7 +41,7 @@ def cumsum(input: Arg, dim: Any, *, dtype: Any = None, **more: Any) -> Rule | No
         own = torch.cumsum(input, d, dtype=dtype)
         group = ctx.group(f"d{d}")
         totals = group.stack(torch.sum(input, d, keepdim=True, dtype=own.dtype))
-        return own + totals[: group.index].sum(0)
+        return own + totals[: group.index].sum(0, dtype=own.dtype)
 
     linear = is_inexact(input.dtype) and (dtype is None or is_inexact(dtype))
     return None if more.keys() - {"out"} else _scan(input, dim, local, linear=linear)
@@ -54,7 +56,7 @@ def cumprod(input: Arg, dim: Any, *, dtype: Any = None, **more: Any) -> Rule | N
         own = torch.cumprod(input, d, dtype=dtype)
         group = ctx.group(f"d{d}")
         totals = group.stack(torch.prod(input, d, keepdim=True, dtype=own.dtype))
-        return own * totals[: group.index].prod(0)
+        return own * totals[: group.index].prod(0, dtype=own.dtype)
 
     return None if more.keys() - {"out"} else _scan(input, dim, local)
 
@@ -123,7 +125,9 @@ for _op in ("max", "min"):
 
 
 @rule("diff", "aten.diff")
-def diff(input: Arg, n: Any = 1, dim: Any = -1, prepend: Any = None, append: Any = None, **more: Any) -> Rule | None:
+def diff(
+    input: Arg, n: Any = 1, dim: Any = -1, prepend: Any = None, append: Any = None, **more: Any
+) -> Rule | None:
     """Along a whole dim; the others stay."""
     dims = dims_of(input, dim)
     operands = [t for t in (prepend, input, append) if t is not None]

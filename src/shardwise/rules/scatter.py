@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.rules.index import found_dims
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
+from shardwise.rules.slicing import few
 from shardwise.rules.subscript import (
     Item,
     New,
@@ -213,9 +214,8 @@ def _write_at(ctx: Any, x: Tensor, index: Any, value: Any, accumulate: bool = Fa
         else:
             entries.append(bounds(item))
     if accumulate:
-        wide.index_put_(
-            [None if isinstance(e, slice) else e for e in entries], value, accumulate=True
-        )  # pyright: ignore
+        indices = [None if isinstance(e, slice) else e for e in entries]
+        torch.ops.aten.index_put_.default(wide, indices, value, True)
     else:
         wide[tuple(entries)] = value
     return wide[tuple(slice(0, n) for n in x.shape)]
@@ -280,22 +280,26 @@ def _into_piece(at: int, where: int) -> Callable[..., Any]:
 
     def local(ctx: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         spec = ctx.ins[0]
-        count = spec.local_shape[at]
-        given = list(args)
-        by_name = "index" in kwargs
-        index = kwargs["index"] if by_name else given[where]
-        index, _ = shifted(index, spec.offsets[at], count, spec.shape[at], count)
-        if by_name:
-            kwargs["index"] = index
-        else:
-            given[where] = index
         name = getattr(ctx.func, "__name__", "").partition(".")[0]
-        written = getattr(torch.Tensor, name.removesuffix("_"))(
-            padded(x, at), *given, **kwargs
-        ).narrow(at, 0, count)
-        if name.endswith("_"):
-            return x.copy_(written)
-        return written.clone(memory_format=torch.contiguous_format)
+        into = (
+            torch.zeros_like(x) if name.endswith("_") and "i" in ctx.axes else x
+        )  # "i": contributions are cut
+        if f"d{at}" in ctx.axes:
+            count = spec.local_shape[at]
+            given, index = list(args), kwargs["index"] if "index" in kwargs else args[where]
+            index, _ = shifted(index, spec.offsets[at], count, spec.shape[at], count)
+            if "index" in kwargs:
+                kwargs["index"] = index
+            else:
+                given[where] = index
+            args, into = tuple(given), padded(into, at)
+        written = getattr(torch.Tensor, name.removesuffix("_"))(into, *args, **kwargs)
+        written = written.narrow(at, 0, spec.local_shape[at])
+        if not name.endswith("_"):
+            return written.clone(memory_format=torch.contiguous_format)
+        if "i" in ctx.axes:
+            return x.add_(ctx.group("i").sum(written))
+        return x.copy_(written)
 
     return local
 
@@ -315,12 +319,49 @@ def _both(name: str) -> tuple[list[Any], list[Any]]:
     return pure, written
 
 
-def _register(name: str, fn: Callable[..., Rule | None]) -> None:
+def _register(
+    name: str, fn: Callable[..., Rule | None], into: Callable[..., Rule | None] | None = None
+) -> None:
     pure, written = _both(name)
     for f in pure:
         rule(f)(fn)
     for f in written:
-        rule(f, inplace=True)(fn)
+        rule(f, inplace=True)(into or fn)
+
+
+def _added_in_place(fn: Callable[..., Rule | None]) -> Callable[..., Rule | None]:
+    """The rule of the in-place form of a sum: contributions that are cut are summed up at once.
+
+    That is an all_reduce of what is written into; where the contributions are smaller, they are gathered.
+    """
+
+    def into(input: Any, *args: Any, **kwargs: Any) -> Rule | None:
+        made = fn(input, *args, **kwargs)
+        if made is None:
+            return None
+        added = max((a.layout.numel for a in made.ins if a is not input), default=0)
+        if not few(input.layout.numel, added):
+            whole = made.whole | {"i"}
+            return Rule(
+                made.ins,
+                made.outs,
+                whole=whole,
+                special=made.special,
+                local=made.local,
+                linear=made.linear,
+                addends=made.addends - {input},
+            )
+        return Rule(
+            made.ins,
+            made.outs,
+            reduce={"i": "none"},
+            special=made.special | {"i"},
+            local=made.local,
+            linear=made.linear,
+            addends=made.addends - {input},
+        )
+
+    return into
 
 
 def _by_vector(x: Any, dim: Any, index: Any, source: Any, adds: bool) -> Rule | None:
@@ -425,11 +466,11 @@ def scatter_reduce(
     return None if made is None else Rule(made.ins, made.outs)
 
 
-_register("index_add", index_add)
+_register("index_add", index_add, _added_in_place(index_add))
 _register("index_copy", index_copy)
 _register("index_fill", index_fill)
 _register("scatter", scatter)
-_register("scatter_add", scatter_add)
+_register("scatter_add", scatter_add, _added_in_place(scatter_add))
 _register("scatter_reduce", scatter_reduce)
 
 

@@ -50,19 +50,25 @@ def _over_pieces(kind: str, dims: tuple[int, ...], out: Any) -> Any:
 
 
 @rule("softmax", torch.special.softmax, "aten.softmax.int")
-def softmax(input: Arg, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any) -> Rule | None:
+def softmax(
+    input: Arg, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any
+) -> Rule | None:
     """Rows stay; ``torch.softmax`` takes ``dtype`` third, ``F.softmax`` fourth."""
     return _rows(input, dim, _dtype(rest, dtype), "softmax")
 
 
 @rule("log_softmax", torch.special.log_softmax, "aten.log_softmax.int")
-def log_softmax(input: Arg, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any) -> Rule | None:
+def log_softmax(
+    input: Arg, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any
+) -> Rule | None:
     """As ``softmax``."""
     return _rows(input, dim, _dtype(rest, dtype), "log_softmax")
 
 
 @rule(F.softmin)
-def softmin(input: Arg, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any) -> Rule | None:
+def softmin(
+    input: Arg, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any
+) -> Rule | None:
     """As ``softmax``."""
     return _rows(input, dim, _dtype(rest, dtype), "softmin")
 

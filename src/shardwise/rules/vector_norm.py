@@ -7,6 +7,7 @@ attain an infinity norm, on whatever rank they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 import math
 from typing import Any
 
@@ -30,7 +31,11 @@ from shardwise.rules.reduce import (
 )
 from shardwise.rules.registry import rule
 
-_REAL_OF = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+_REAL_OF = {
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float16,
+}
 
 
 def norm_over(group: Any, x: Tensor, order: float, dims: Sequence[int]) -> Tensor:
@@ -71,10 +76,16 @@ def _powers(x: Tensor, order: float) -> Tensor:
 def _root(total: Tensor, order: float) -> Tensor:
     """``total ** (1 / order)``, with gradient zero where that is zero."""
     zero = total == 0 if order > 0 else total == math.inf
-    return torch.where(zero, torch.zeros_like(total), torch.where(zero, torch.ones_like(total), total).pow(1 / order))
+    return torch.where(
+        zero,
+        torch.zeros_like(total),
+        torch.where(zero, torch.ones_like(total), total).pow(1 / order),
+    )
 
 
-def vector_norm(input: Arg, order: Any, dims: Sequence[int], keepdim: bool, dtype: Any) -> Rule | None:
+def vector_norm(
+    input: Arg, order: Any, dims: Sequence[int], keepdim: bool, dtype: Any
+) -> Rule | None:
     """A norm over any dims: local where they are whole."""
     if not isinstance(order, (int, float)) or not is_inexact(dtype or input.dtype):
         return None
@@ -92,7 +103,13 @@ def vector_norm(input: Arg, order: Any, dims: Sequence[int], keepdim: bool, dtyp
 
 @rule("vector_norm", "aten.linalg_vector_norm")
 def linalg_vector_norm(
-    input: Arg, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
+    input: Arg,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+    **more: Any,
 ) -> Rule | None:
     """Every order."""
     dims = dims_of(input, dim, more)
@@ -101,7 +118,12 @@ def linalg_vector_norm(
 
 @rule(torch.norm, torch.Tensor.norm)
 def norm(
-    input: Arg, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+    input: Arg,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    out: Any = None,
+    dtype: Any = None,
 ) -> Rule | None:
     """The older form: a vector norm, unless it is nuclear."""
     dims = dims_of(input, dim)
@@ -112,16 +134,31 @@ def norm(
     return vector_norm(input, 2 if p is None or p == "fro" else p, dims, keepdim, dtype)
 
 
-@rule("aten.norm.Scalar", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", "aten.norm.ScalarOpt_dtype")
-def aten_norm(self: Arg, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule | None:
+@rule(
+    "aten.norm.Scalar",
+    "aten.norm.ScalarOpt_dim",
+    "aten.norm.ScalarOpt_dim_dtype",
+    "aten.norm.ScalarOpt_dtype",
+)
+def aten_norm(
+    self: Arg, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Rule | None:
     """The op behind it."""
     dims = dims_of(self, dim)
-    return None if dims is None else vector_norm(self, 2 if p is None else p, dims, keepdim, dtype)
+    return (
+        None if dims is None else vector_norm(self, 2 if p is None else p, dims, keepdim, dtype)
+    )
 
 
 @rule(torch.linalg.norm, "aten.linalg_norm")
 def linalg_norm(
-    input: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
+    input: Arg,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+    **more: Any,
 ) -> Rule | None:
     """A vector norm without an order, or over one dim; else a matrix norm."""
     dims = dims_of(input, dim, more)
@@ -136,14 +173,26 @@ def linalg_norm(
 
 @rule(torch.linalg.matrix_norm, "aten.linalg_matrix_norm")
 def linalg_matrix_norm(
-    input: Arg, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None, **more: Any
+    input: Arg,
+    ord: Any = "fro",
+    dim: Any = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+    **more: Any,
 ) -> Rule | None:
     """Frobenius is a vector norm; the others need whole matrices."""
     dims = dims_of(input, dim, more)
-    return None if dims is None or len(dims) != 2 else _matrix_norm(input, ord, dims, keepdim, dtype)
+    return (
+        None
+        if dims is None or len(dims) != 2
+        else _matrix_norm(input, ord, dims, keepdim, dtype)
+    )
 
 
-def _matrix_norm(input: Arg, order: Any, dims: tuple[int, ...], keepdim: bool, dtype: Any) -> Rule | None:
+def _matrix_norm(
+    input: Arg, order: Any, dims: tuple[int, ...], keepdim: bool, dtype: Any
+) -> Rule | None:
     if order == "fro":
         return vector_norm(input, 2, dims, keepdim, dtype)
     if 0 in input.shape:
@@ -154,7 +203,9 @@ def _matrix_norm(input: Arg, order: Any, dims: tuple[int, ...], keepdim: bool, d
 
 # -- made of norms --------------------------------------------------------------------------------
 @rule(F.normalize)
-def normalize(input: Arg, p: Any = 2.0, dim: Any = 1, eps: Any = 1e-12, out: Any = None) -> Rule | None:
+def normalize(
+    input: Arg, p: Any = 2.0, dim: Any = 1, eps: Any = 1e-12, out: Any = None
+) -> Rule | None:
     """``x / max(norm, eps)``."""
     dims = dims_of(input, dim)
     if dims is None or not isinstance(p, (int, float)) or not is_inexact(input.dtype):
@@ -163,11 +214,17 @@ def normalize(input: Arg, p: Any = 2.0, dim: Any = 1, eps: Any = 1e-12, out: Any
         return None
     names = numbered("d", input.ndim)
 
-    def local(ctx: Any, input: Tensor, p: Any = 2.0, dim: Any = 1, eps: Any = 1e-12, out: Any = None) -> Tensor:
-        size = norm_over(group_of(ctx, dims), wide(input), p, dims).to(_REAL_OF.get(input.dtype, input.dtype))
+    def local(
+        ctx: Any, input: Tensor, p: Any = 2.0, dim: Any = 1, eps: Any = 1e-12, out: Any = None
+    ) -> Tensor:
+        size = norm_over(group_of(ctx, dims), wide(input), p, dims).to(
+            _REAL_OF.get(input.dtype, input.dtype)
+        )
         return input / size.clamp_min(eps)
 
-    return Rule({input: names}, (names,), special=frozenset(names[d] for d in dims), local=local)
+    return Rule(
+        {input: names}, (names,), special=frozenset(names[d] for d in dims), local=local
+    )
 
 
 @rule("cosine_similarity", "aten.cosine_similarity")
@@ -176,7 +233,11 @@ def cosine_similarity(x1: Arg, x2: Arg, dim: Any = 1, eps: Any = 1e-8) -> Rule |
     made = elementwise([x1, x2])
     shape = made.out_shapes[0] if made.out_shapes else ()
     n = len(shape)
-    if type(dim) is not int or not -n <= dim < n or not (is_inexact(x1.dtype) and x1.dtype == x2.dtype):
+    if (
+        type(dim) is not int
+        or not -n <= dim < n
+        or not (is_inexact(x1.dtype) and x1.dtype == x2.dtype)
+    ):
         return None
     if x1.dtype.is_complex:
         return None
@@ -207,18 +268,26 @@ def cosine_similarity(x1: Arg, x2: Arg, dim: Any = 1, eps: Any = 1e-8) -> Rule |
 
 
 @rule("pairwise_distance", "aten.pairwise_distance")
-def pairwise_distance(x1: Arg, x2: Arg, p: Any = 2.0, eps: Any = 1e-6, keepdim: bool = False) -> Rule | None:
+def pairwise_distance(
+    x1: Arg, x2: Arg, p: Any = 2.0, eps: Any = 1e-6, keepdim: bool = False
+) -> Rule | None:
     """The norm of the difference along the last dim."""
     made = elementwise([x1, x2])
     shape = made.out_shapes[0] if made.out_shapes else ()
-    if not shape or not isinstance(p, (int, float)) or not (is_inexact(x1.dtype) and x1.dtype == x2.dtype):
+    if (
+        not shape
+        or not isinstance(p, (int, float))
+        or not (is_inexact(x1.dtype) and x1.dtype == x2.dtype)
+    ):
         return None
     if shape[-1] == 0:
         return None
     d = len(shape) - 1
     names = made.outs[0]
 
-    def local(ctx: Any, x1: Tensor, x2: Tensor, p: Any = 2.0, eps: Any = 1e-6, keepdim: bool = False) -> Tensor:
+    def local(
+        ctx: Any, x1: Tensor, x2: Tensor, p: Any = 2.0, eps: Any = 1e-6, keepdim: bool = False
+    ) -> Tensor:
         size = norm_over(group_of(ctx, (d,)), wide(x1 - x2 + eps), p, (d,))
         return drop(size, (d,), keepdim).to(_REAL_OF.get(x1.dtype, x1.dtype))
 
@@ -238,7 +307,11 @@ def dist(input: Arg, other: Arg, p: Any = 2) -> Rule | None:
     """The norm of the difference over all dims."""
     made = elementwise([input, other])
     shape = made.out_shapes[0] if made.out_shapes else ()
-    if not isinstance(p, (int, float)) or not (is_inexact(input.dtype) and input.dtype == other.dtype) or 0 in shape:
+    if (
+        not isinstance(p, (int, float))
+        or not (is_inexact(input.dtype) and input.dtype == other.dtype)
+        or 0 in shape
+    ):
         return None
     names, dims = made.outs[0], tuple(range(len(shape)))
 
@@ -292,6 +365,4 @@ def norm_except_dim(v: Arg, pow: Any = 2, dim: Any = 0) -> Rule | None:
     made = vector_norm(v, pow, dims, True, None)
     if made is None or not v.layout.has_empty():
         return made
-    return Rule(
-        made.ins, made.outs, reduce=made.reduce, special=made.special, local=made.local, always_local=True
-    )
+    return replace(made, always_local=True)

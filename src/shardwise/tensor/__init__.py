@@ -13,6 +13,7 @@ from shardwise.tensor import (  # noqa: F401  they register themselves
     fused,
     inplace_views,
     hooks,
+    loading,
     init,
     likes,
     metadata,

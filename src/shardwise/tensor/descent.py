@@ -93,7 +93,10 @@ def _report(program: GraphProgram) -> None:
         return
     what = ", ".join(dict.fromkeys(program.gathered))
     if strict_mode():
-        raise StrictError(f"{program.name}: no rule for {what} in this layout; strict() forbids to gather")
+        raise StrictError(
+            f"{program.name}: no rule for {what} in this layout, and strict() forbids to gather.",
+            tries=["redistribute the operand to Replicate() first, if the gather is meant"],
+        )
     if observing():
         emit(FallbackEvent(program.name, f"no rule for {what} in this layout", user_site()))
 

@@ -20,7 +20,6 @@ from shardwise.compat import (
     is_autocast_enabled,
 )
 from shardwise.errors import AliasError, LayoutError, ShardError, StrictError
-from shardwise.layout.boxes import restride
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
 from shardwise.program.compile import Program, compile_rule, flat_results, slot
@@ -35,7 +34,9 @@ from shardwise.tensor.descent import Descent
 from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
 from shardwise.tensor.explain import located
 from shardwise.tensor.overrides import OVERRIDES
-from shardwise.tensor.whole import functional_form, version, write_into
+from shardwise.tensor.strides import agrees, in_order
+from shardwise.tensor.whole import check_writable, functional_form, version, write_into, writes
+from shardwise.tensor.writes import restorer, write_to_copy, writes_to_copy
 
 MAX_PROGRAMS = 16384
 
@@ -122,6 +123,9 @@ def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if writes_to_copy(func, args):
+        _check_fresh(args[0])
+        return write_to_copy(func, args, kwargs)
     special = OVERRIDES.get(func)
     if special is not None:
         return special(func, args, kwargs)
@@ -146,6 +150,8 @@ def run(program: Any, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict
     """Run a program on a call's local tensors and wrap the results."""
     if not isinstance(program, Program):
         return program(call, args, kwargs)
+    if program.inplace:
+        _refuse_write_to_copy(program.name, call)
     locals_ = _locals(call)
     return _wrap_results(program, program.run(locals_, call.tree, call.kwargs), call)
 
@@ -177,6 +183,9 @@ def _compile_and_run(
             "torch.func transforms do not reach into DTensors.",
             tries=["apply them to local tensors inside local_map"],
         )
+    name = getattr(func, "__name__", "")
+    if writes(name):
+        _refuse_write_to_copy(name, call)
     operands = _operands(call, func)
     made = compile_rule(entry, func, operands, call.tree, call.kwargs, call.transport) if entry is not None else None
     if operands[0].layout.mesh.coordinate_of(call.transport.rank) is None:
@@ -186,7 +195,6 @@ def _compile_and_run(
         return absent(call, args, kwargs)
     if made is not None:
         program, layouts = made
-        _refuse_write_to_copy(program, call)
         program.simple = program.simple and not call.mixed
         result = program.run(_locals(call), call.tree, call.kwargs)
         _settle_outs(program, layouts, result, call.transport)
@@ -200,6 +208,7 @@ def _descend(func: Any, call: Call, key: tuple[Any, ...], table: dict[Any, Any],
     """No rule answered for the call itself: take the next rungs of the ladder."""
     pure = functional_form(func)
     if pure is not None and lookup(pure) is not None:
+        check_writable(func, pure, call.tensors, call.tree, call.kwargs)
         first = args[0].clone() if torch.is_grad_enabled() else args[0]  # what is saved must not change
         return write_into(args[0], pure(first, *args[1:], **kwargs))
 
@@ -232,13 +241,22 @@ def _remember(
     if len(table) > MAX_PROGRAMS:
         table.clear()
     table[key] = program
-    if program.simple and not is_autocast_enabled():
+    if program.simple and not is_autocast_enabled() and not _shortcut(program, args, kwargs):
         fast = fast_key(func, args, kwargs, entry.lifts)
         if fast is not None:
             table = call.transport.state["programs"][-1]
             if len(table) > MAX_PROGRAMS:
                 table.clear()
             table[fast] = program
+
+
+def _shortcut(program: Program, args: Any, kwargs: Any) -> bool:
+    """Whether the hot path would pass the arguments on as they are although the program changes them."""
+    if kwargs or len(args) > 2:
+        return False
+    if len(args) == 1:
+        return program.rest is not None
+    return type(args[1]) is float and (program.rest is not None or program.arg_movers is not None)
 
 
 def _operands(call: Call, func: Any) -> list[Arg]:
@@ -294,7 +312,7 @@ def _settle_outs(program: Program, layouts: list[Layout], result: Any, transport
     if isinstance(result, Tensor):
         program.out = specs[0]
         program.dense = specs[0].stride is None and not program.view and not result.is_contiguous()
-        if specs[0].stride is not None and not program.view and not _agrees(result, specs[0]):
+        if specs[0].stride is not None and not program.view and not agrees(result, specs[0].layout.stride):
             program.simple = False  # the slow path copies it into the order of the layout
     else:
         view = program.view
@@ -308,18 +326,20 @@ def _wrap_results(program: Program, result: Any, call: Call) -> Any:
     specs = iter(program.outs)
     wrapped = _rewrap(result, specs, program.view and not program.moved_view)
     if program.view:
-        _mark_copies(program, wrapped, call.tensors[0])
+        _mark_copies(program, wrapped, call)
     return wrapped
 
 
-def _mark_copies(program: Program, result: Any, base: Tensor) -> None:
+def _mark_copies(program: Program, result: Any, call: Call) -> None:
     """Remember of which base, at which version, a view is a copy; a view of such a view is one too."""
+    base = call.tensors[0]
     if not isinstance(base, DTensor):
         return
     mark = base.__dict__.get("_view_of")
-    if mark is None and program.moved_view:
-        mark = (base._local, version(base._local))
-    if mark is not None:
+    if mark is not None or program.moved_view:
+        known = len(call.tensors) == 1 and not call.kwargs and isinstance(result, Tensor)
+        restore = restorer(call.key[0], base, call.tree[1:], tuple(result.shape)) if known else None
+        mark = (*(mark[:2] if mark is not None else (base._local, version(base._local))), restore)
         for t in flat_results(result):
             t.__dict__["_view_of"] = mark
             t._spec = guarded(t._spec)
@@ -344,24 +364,14 @@ def _in_stride_order(local: Tensor, spec: Spec) -> Tensor:
     """The local in the stride order of its layout (a copy where a kernel returned another)."""
     if spec.stride is None:
         return local if local.is_contiguous() else local.contiguous()
-    if _agrees(local, spec):
-        return local
-    order = sorted(range(local.ndim), key=lambda d: (-spec.layout.stride[d], d))
-    inverse = sorted(range(local.ndim), key=order.__getitem__)
-    return local.permute(order).contiguous().permute(inverse)
+    return in_order(local, spec.layout.stride)
 
 
-def _agrees(local: Tensor, spec: Spec) -> bool:
-    """Whether a local is dense in the stride order of its layout."""
-    want = restride(tuple(local.shape), spec.layout.stride)
-    return 0 in local.shape or all(s == w or n == 1 for n, s, w in zip(local.shape, local.stride(), want))
-
-
-def _refuse_write_to_copy(program: Program, call: Call) -> None:
+def _refuse_write_to_copy(name: str, call: Call) -> None:
     first = call.tensors[0] if call.tensors else None
-    if program.inplace and isinstance(first, DTensor) and "_view_of" in first.__dict__:
+    if isinstance(first, DTensor) and "_view_of" in first.__dict__:
         raise AliasError(
-            f"{program.name} would write into a view that needed communication: it is a copy, and the write "
+            f"{name} would write into a view that needed communication: it is a copy, and the write "
             "would not reach its base.",
             tries=["write into the base: x[index] = value", "clone() the view, if the base is to stay"],
         )

@@ -25,7 +25,6 @@ from shardwise.compat import (
     make_wrapper,
 )
 from shardwise.errors import AliasError, LayoutError, MeshError, ShardError, UnsupportedError
-from shardwise.layout.boxes import restride
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placement
@@ -33,9 +32,11 @@ from shardwise.program.modes import strict_mode
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.explain import explained
 from shardwise.tensor.gradients import Leaf, leaf_of, watch
+from shardwise.tensor.strides import in_order
 from shardwise.tensor.overrides import OVERRIDES
 
 _NO_KWARGS: dict[str, Any] = {}
+LIFTED: set[Any] = set()  # functions whose float arguments are passed at run time: no part of the key
 _SLOW: list[Callable[..., Any]] = []  # the slow path, and what adds the place to its errors
 
 
@@ -113,7 +114,8 @@ class DTensor(torch.Tensor):
                 local_args.append(a)
             else:
                 key.append(kind)
-                key.append(a)
+                if kind is not float or func not in LIFTED:
+                    key.append(a)
                 local_args.append(a)
         if first is not None:
             local_kwargs = kwargs
@@ -125,8 +127,10 @@ class DTensor(torch.Tensor):
                         key.append(a._spec)
                         local_kwargs[name] = a._local
                     else:
-                        key.append(type(a))
-                        key.append(a)
+                        kind = type(a)
+                        key.append(kind)
+                        if kind is not float or func not in LIFTED:
+                            key.append(a)
             try:
                 program = first._spec.fast.get(tuple(key))
             except TypeError:  # an argument that cannot be hashed
@@ -340,9 +344,7 @@ class DTensor(torch.Tensor):
     def _become(self, local: Tensor, spec: Spec) -> None:
         """Change into another tensor in place, the C++ side of the wrapper included."""
         self.__dict__.pop("_shown_grad", None)
-        own = self._spec
-        same = spec.shape == own.shape and spec.dtype == own.dtype and spec.stride == own.stride
-        if not same or local.device != self._local.device:
+        if spec.shape != self._spec.shape or spec.dtype != self._spec.dtype or spec.stride != self._spec.stride:
             with DisableTorchFunction():
                 TensorBase.data.__set__(self, wrap(local, spec))
         self._local, self._spec = local, spec
@@ -394,6 +396,8 @@ class DTensor(torch.Tensor):
         """
         local = self._local
         if not (local.requires_grad and torch.is_grad_enabled()):
+            return alias(local)
+        if grad_placements is None and self._spec.dual is self._spec:  # cut on every axis: nothing to decide
             return alias(local)
         return _CROSSINGS["to_local"](self, grad_placements)
 
@@ -598,11 +602,12 @@ def _plain_key(a: Any) -> tuple[Any, ...] | None:
 
 
 def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool) -> tuple[Any, ...] | None:
-    """The hot path's key for a call, or None where a float that changes at every call would be part of it."""
+    """The hot path's key for a call, or None where a number that changes at every call would be part of it."""
     if len(args) == 2 and not kwargs and type(args[0]) is DTensor and type(args[1]) is float:
         return (func, args[0]._spec, float) if lifts else None
-    if lifts and any(type(a) in (float, complex) for a in (*args, *kwargs.values())):
+    if lifts and any(type(a) is complex for a in (*args, *kwargs.values())):
         return None
+    (LIFTED.add if lifts else LIFTED.discard)(func)
     key: list[Any] = [func]
     for a in args:
         if type(a) is DTensor:
@@ -615,9 +620,11 @@ def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bo
                 return None
             key.append(plain)
         else:
-            key += (type(a), a)
+            key += (float,) if lifts and type(a) is float else (type(a), a)
     for name, a in kwargs.items():
-        key += (name, a._spec) if type(a) is DTensor else (name, type(a), a)
+        key += (name, a._spec) if type(a) is DTensor else (name, type(a))
+        if type(a) is not DTensor and not (lifts and type(a) is float):
+            key.append(a)
     if any(isinstance(k, Tensor) for k in key):  # plain tensors are told apart on the slow path only
         return None
     try:
@@ -684,14 +691,13 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
 
 def wrap_like(local: Tensor, layout: Layout, transport: Transport) -> DTensor:
     """A DTensor of a local piece whose dtype and stride order may differ from the layout's."""
+    if local.dtype == layout.dtype and layout.is_contiguous and local.is_contiguous():
+        return wrap(local, spec_of(layout, transport))
     if local.dtype != layout.dtype:
         layout = layout.with_dtype(local.dtype)
-    order = restride(tuple(local.shape), layout.stride)
-    if 0 in layout.stride or any(s != o for s, o, n in zip(local.stride(), order, local.shape) if n > 1):
-        dense = local if local.is_contiguous() else local.contiguous()
-        local = dense
+    if 0 in layout.stride:  # an expanded dim: its gradient is dense
         layout = Layout.of(layout.mesh, layout, layout.shape, None, layout.dtype)
-    return wrap(local, spec_of(layout, transport))
+    return wrap(in_order(local, layout.stride), spec_of(layout, transport))
 
 
 def place(x: DTensor, dims: Any, partial: Any, mesh: Mesh) -> Tensor:
@@ -709,13 +715,12 @@ def _leaf_grad(leaf: Leaf) -> Any:
         if leaf.grad is None:
             return None
         leaf.shown = wrap_like(leaf.grad, own, transport)
-    elif leaf.grad is None:
+        leaf.grad = leaf.shown._local  # what is written to it must count
+    else:
+        if leaf.grad is not None:  # reduced earlier, and more since: from now on a pending sum of both
+            leaf.pending = mover(own, dual, transport)(leaf.grad) + leaf.pending
         leaf.shown = wrap_like(leaf.pending, dual, transport)
-    else:  # reduced earlier, and more since: from now on a pending sum of both
-        leaf.pending = mover(own, dual, transport)(leaf.grad) + leaf.pending
-        leaf.grad = None
-        leaf.shown = wrap_like(leaf.pending, dual, transport)
-        leaf.pending, leaf.grad = leaf.shown._local, None  # what is written to it must count
+        leaf.pending, leaf.grad = leaf.shown._local, None
     return leaf.shown
 
 

@@ -76,10 +76,14 @@ def explained(name: str, *shown: str) -> Callable[[F], F]:
 def call_text(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """``torch.mm(f32[8, 6] {dp: S(0)}, f32[6, 4] {dp: R})``; names where the function has some."""
     names = _parameter_names(func, len(args))
+    while args and (args[-1] is None or args[-1] is False):
+        args = args[:-1]
+    given = [*zip(names, args), *kwargs.items()]
     parts = [
-        f"{name}: {value_text(a)}" if name else value_text(a) for name, a in zip(names, args)
+        f"{name}: {value_text(a)}" if name else value_text(a)
+        for i, (name, a) in enumerate(given)
+        if i < len(args) or not (a is None or a is False)
     ]
-    parts += [f"{name}={value_text(a)}" for name, a in kwargs.items()]
     return f"{call_name(func)}({', '.join(parts)})"
 
 
@@ -89,7 +93,9 @@ def call_name(func: Any) -> str:
         return func
     name = torch.overrides.resolve_name(func)
     if name is None:
-        return getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
+        name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
+        module = getattr(func, "__module__", None) or ""
+        return f"{module}.{name}" if module.startswith("torch.") else name
     return name.replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor.")
 
 
@@ -110,6 +116,10 @@ def value_text(x: Any) -> str:
     ):
         shown = [value_text(y) for y in x[:4]] + (["..."] if len(x) > 4 else [])
         return f"[{', '.join(shown)}]"
+    if isinstance(x, Mesh):
+        return repr(x).partition(": ")[2].removesuffix(")")
+    if callable(x) and hasattr(x, "__name__"):
+        return x.__name__
     text = repr(x)
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from shardwise.comm.execute import Mover, mover
 from shardwise.comm.transport import Transport, current
-from shardwise.compat import make_wrapper
+from shardwise.compat import FOREACH, make_wrapper
 from shardwise.errors import ShardError
 from shardwise.layout.layout import Layout
 from shardwise.program.compile import compile_rule
-from shardwise.program.spec import Spec, program_tables, spec_of
+from shardwise.program.spec import Spec, spec_of
 from shardwise.rules.registry import Entry, lookup
 from shardwise.tensor.dispatch import MAX_PROGRAMS, Call, _operands
 from shardwise.tensor.dtensor import DTensor, mode, wrap
@@ -67,7 +67,9 @@ def take(a: Any) -> tuple[Any, Any]:
         try:
             return tuple([t._spec for t in a]), [t._local for t in a]
         except AttributeError:  # plain tensors or numbers among them
-            return tuple([_key(t) for t in a]), [t._local if type(t) is DTensor else t for t in a]
+            return tuple([_key(t) for t in a]), [
+                t._local if type(t) is DTensor else t for t in a
+            ]
     if kind is DTensor:
         return a._spec, a._local
     return _key(a), a
@@ -126,7 +128,12 @@ class Foreach:
     __slots__ = ("entry", "func", "inplace", "named", "named_at", "single")
 
     def __init__(
-        self, func: Any, single: Callable[..., Any], entry: Entry, named: str = "", named_at: int = 99
+        self,
+        func: Any,
+        single: Callable[..., Any],
+        entry: Entry,
+        named: str = "",
+        named_at: int = 99,
     ) -> None:
         self.func, self.single, self.entry = func, single, entry
         self.named, self.named_at, self.inplace = named, named_at, entry.inplace
@@ -135,7 +142,7 @@ class Foreach:
         """Look the plan up and run it."""
         if self.named and len(args) > self.named_at and isinstance(args[self.named_at], Tensor):
             args = (*args[: self.named_at], args[self.named_at].tolist())  # a number per entry
-        key: list[Any] = [func, torch.is_grad_enabled()]
+        key: Any = [func, torch.is_grad_enabled()]
         locals_: list[Any] = []
         for a in args:
             kind = type(a)
@@ -175,7 +182,7 @@ class Foreach:
             return args[0]
         if plan.specs is None or plan.tidy:
             results = settle(plan, results, transport_of(args, kwargs), self.func)
-        return wrap_all(results, plan.specs)
+        return wrap_all(results, plan.specs or ())
 
     # -- planning ------------------------------------------------------------------------------
 
@@ -212,7 +219,13 @@ class Foreach:
         return plan
 
     def _decide(
-        self, one: tuple[Any, ...], named: dict[str, Any], i: int, args: Any, kwargs: Any, transport: Transport
+        self,
+        one: tuple[Any, ...],
+        named: dict[str, Any],
+        i: int,
+        args: Any,
+        kwargs: Any,
+        transport: Transport,
     ) -> tuple[dict[Any, Mover | None], Layout | None] | None:
         """Moves and result of one entry; None if it is odd."""
         tensors = [t for t in (*one, *named.values()) if isinstance(t, Tensor)]
@@ -229,7 +242,12 @@ class Foreach:
                 return None  # what enters needs a cast
         call = Call(self.single, one, named, True)
         made = compile_rule(
-            self.entry, self.single, _operands(call, self.single), call.tree, call.kwargs, transport
+            self.entry,
+            self.single,
+            _operands(call, self.single),
+            call.tree,
+            call.kwargs,
+            transport,
         )
         if made is None:
             return None
@@ -237,10 +255,12 @@ class Foreach:
         if program.ctx is not None or program.template is not None:
             return None
         places = [at for at, a in _numbered(args, kwargs) if isinstance(_nth(a, i), Tensor)]
-        movers = dict(zip(places, program.movers))
+        movers: dict[Any, Any] = dict(zip(places, program.movers))
         return movers, None if self.inplace else layouts[0]
 
-    def entry_args(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def entry_args(
+        self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         """The arguments of the single op for one entry."""
         one = tuple([_nth(a, i) for a in args])
         named = {name: _nth(a, i) for name, a in kwargs.items()}
@@ -254,7 +274,12 @@ class Foreach:
     # -- running -------------------------------------------------------------------------------
 
     def run(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], locals_: list[Any], named: dict[str, Any]
+        self,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        locals_: list[Any],
+        named: dict[str, Any],
     ) -> Any:
         """Run a plan that moves something, or has odd entries."""
         if plan.lone:
@@ -288,7 +313,10 @@ def _numbered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[A
 
 
 def _guarded(a: Any) -> bool:
-    return any(type(t) is DTensor and t._spec.guards is not None for t in (a if type(a) in (list, tuple) else (a,)))
+    return any(
+        type(t) is DTensor and t._spec.guards is not None
+        for t in (a if type(a) in (list, tuple) else (a,))
+    )
 
 
 def _nth(a: Any, i: int) -> Any:
@@ -308,7 +336,9 @@ def num_entries(args: tuple[Any, ...]) -> int:
     return lists[0]
 
 
-def _with_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_whole(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every lone tensor whole on every rank."""
 
     def whole(a: Any) -> Any:
@@ -327,7 +357,7 @@ def move_all(tensors: Sequence[Tensor], movers: Sequence[Mover | None]) -> list[
         if m is None:
             continue
         ranks = _settled_over(m)
-        if ranks is None or t.requires_grad and torch.is_grad_enabled():
+        if ranks is None or (t.requires_grad and torch.is_grad_enabled()):
             out[i] = m(t)
         else:
             together.setdefault((m.transport, ranks, t.dtype, t.device), []).append(i)
@@ -342,12 +372,19 @@ def move_all(tensors: Sequence[Tensor], movers: Sequence[Mover | None]) -> list[
 def _settled_over(m: Mover) -> tuple[int, ...] | None:
     """The ranks that a move sums over, if that is all it does."""
     coord = m.src.mesh.coordinate_of(m.transport.rank)
-    if coord is None or len(m.moves) != 1 or m.moves[0].kind != "all_reduce" or m.moves[0].op != "sum":
+    if (
+        coord is None
+        or len(m.moves) != 1
+        or m.moves[0].kind != "all_reduce"
+        or m.moves[0].op != "sum"
+    ):
         return None
     return m.src.mesh.group_ranks(m.moves[0].axes, coord)
 
 
-def settle(plan: Plan, results: Sequence[Tensor], transport: Transport, func: Any) -> list[Tensor]:
+def settle(
+    plan: Plan, results: Sequence[Tensor], transport: Transport, func: Any
+) -> list[Tensor]:
     """Fix the results' specs (the dtype is that of the local results), and their stride order."""
     specs: list[Spec | None] = []
     out: list[Tensor] = []
@@ -385,7 +422,7 @@ _SINGLES = {
     "copy": torch.Tensor.copy_,
     "zero": torch.Tensor.zero_,
 }
-_OWN = ("_foreach_norm", "_foreach_powsum")  # foreach_norm.py
+_OWN = ("norm", "powsum")  # foreach_norm.py
 
 
 def _in_place(pure: Callable[..., Any]) -> Callable[..., Any]:
@@ -398,11 +435,10 @@ def _in_place(pure: Callable[..., Any]) -> Callable[..., Any]:
 def _register() -> None:
     elementwise = lookup(torch.Tensor.add)
     assert elementwise is not None, "pointwise rules come first"
-    for name in dir(torch):
-        if not name.startswith("_foreach_") or name in _OWN:
+    for name, func in FOREACH.items():
+        if name in _OWN:
             continue
-        func, base = getattr(torch, name), name.removeprefix("_foreach_")
-        inplace, base = base.endswith("_"), base.removesuffix("_")
+        inplace, base = name.endswith("_"), name.removesuffix("_")
         pure = _SINGLES.get(base) or getattr(torch, base)
         rule = lookup(torch.maximum if base in ("maximum", "minimum") else pure)
         if rule is None:  # no rule for this op: every entry is odd

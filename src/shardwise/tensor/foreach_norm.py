@@ -16,12 +16,14 @@ from torch import Tensor
 
 from shardwise.comm.execute import Mover, mover
 from shardwise.comm.transport import Transport
+from shardwise.compat import FOREACH
 from shardwise.layout.layout import Layout
 from shardwise.program.spec import Spec, program_tables, spec_of
 from shardwise.tensor.dtensor import DTensor, mode
 from shardwise.tensor.foreach import move_all, take, transport_of, wrap_all
 from shardwise.tensor.overrides import override
 
+NORM, POWSUM = FOREACH["norm"], FOREACH["powsum"]
 _LOW = (torch.float16, torch.bfloat16)  # powers of these are taken in float32
 
 
@@ -46,8 +48,10 @@ class NormPlan:
     fill: list[int] = field(default_factory=list)
 
 
-@override(torch._foreach_norm, torch._foreach_powsum)
-def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+@override(NORM, POWSUM)
+def foreach_norm(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
     """Norms (or sums of powers) of the entries of a list, each over the whole of its tensor."""
     return _norms(func, *args, **kwargs)
 
@@ -55,7 +59,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 def _norms(
     func: Any, self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
-    if torch.is_grad_enabled() and any([t.requires_grad for t in self]):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in self):
         return tuple([_one(func, t, ord, dtype) for t in self])
     list_key, locals_ = take(self)
     transport = transport_of((self,), {})
@@ -63,7 +67,7 @@ def _norms(
     plan = table.get(key)
     if plan is None:
         plan = table[key] = _plan(self, float(ord), dtype, transport)
-    powers = func is torch._foreach_powsum
+    powers = func is POWSUM
     results = _run(plan, func, locals_, float(ord), dtype, powers, transport)
     if plan.specs is None:
         plan.specs = [
@@ -74,12 +78,14 @@ def _norms(
 
 
 def _one(func: Any, x: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
-    if func is torch._foreach_norm:
+    if func is NORM:
         return torch.linalg.vector_norm(x, ord, dtype=dtype)
     return (x if dtype is None else x.to(dtype)).abs().pow(ord).sum()
 
 
-def _plan(tensors: Sequence[Tensor], ord: float, dtype: torch.dtype | None, transport: Transport) -> NormPlan:
+def _plan(
+    tensors: Sequence[Tensor], ord: float, dtype: torch.dtype | None, transport: Transport
+) -> NormPlan:
     plan = NormPlan()
     moves: list[Mover | None] = [None] * len(tensors)
     parts: dict[Any, list[int]] = {}
@@ -111,7 +117,13 @@ def _plan(tensors: Sequence[Tensor], ord: float, dtype: torch.dtype | None, tran
 
 
 def _run(
-    plan: NormPlan, func: Any, locals_: list[Tensor], ord: float, dtype: Any, powers: bool, transport: Transport
+    plan: NormPlan,
+    func: Any,
+    locals_: list[Tensor],
+    ord: float,
+    dtype: Any,
+    powers: bool,
+    transport: Transport,
 ) -> list[Tensor]:
     kinds = [t.dtype for t in locals_]
     if plan.moves is not None:
@@ -137,7 +149,9 @@ def _run(
     return norms
 
 
-def _over(x: Tensor, ranks: tuple[int, ...], ord: float, powers: bool, transport: Transport) -> Tensor:
+def _over(
+    x: Tensor, ranks: tuple[int, ...], ord: float, powers: bool, transport: Transport
+) -> Tensor:
     """Norms of pieces to norms of the whole."""
     if powers or ord in (0, 1):
         return transport.all_reduce(x, ranks, "sum")

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.comm.execute import Mover, mover
 from shardwise.comm.transport import Transport
+from shardwise.compat import FUSED_STEPS, unscale_and_check
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import program_tables
@@ -46,7 +46,9 @@ def _numbers_by_type(kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple([(name, take(a)[0]) for name, a in kwargs.items()])
 
 
-def _plan(lists: Sequence[Sequence[Any]], kwargs: dict[str, Any], transport: Transport) -> FusedPlan:
+def _plan(
+    lists: Sequence[Sequence[Any]], kwargs: dict[str, Any], transport: Transport
+) -> FusedPlan:
     """Move every list to the settled layout of the first one's entries."""
     plan = FusedPlan()
     for i, first in enumerate(lists[0]):
@@ -65,7 +67,9 @@ def _plan(lists: Sequence[Sequence[Any]], kwargs: dict[str, Any], transport: Tra
                 want = on.with_placement(target.dims, target.partial)
                 own = on
             if want is not own:
-                plan.moves.setdefault(at, [None] * len(entries))[i] = mover(own, want, transport)
+                plan.moves.setdefault(at, [None] * len(entries))[i] = mover(
+                    own, want, transport
+                )
                 plan.back.setdefault(at, [None] * len(entries))[i] = mover(want, own, transport)
     for name, a in kwargs.items():
         if isinstance(a, DTensor) and not a._spec.layout.is_replicated:
@@ -81,19 +85,24 @@ def _target(first: Any, others: Sequence[Any]) -> Layout | None:
     return None if found is None else found._spec.layout.replicated()
 
 
-def _run(func: Any, plan: FusedPlan, locals_: list[Any], kwargs: dict[str, Any], unwritten: int = -1) -> None:
+def _run(
+    func: Any, plan: FusedPlan, locals_: list[Any], kwargs: dict[str, Any], unwritten: int = -1
+) -> None:
     """Run a plan that moves something, then bring back what was moved, but for one list."""
     moved = list(locals_)
     for at, movers in plan.moves.items():
         moved[at] = move_all(locals_[at], movers)
-    func(*moved, **{name: plan.lone[name](a) if name in plan.lone else a for name, a in kwargs.items()})
+    func(
+        *moved,
+        **{name: plan.lone[name](a) if name in plan.lone else a for name, a in kwargs.items()},
+    )
     for at, movers in plan.back.items():
         for t, fresh, m in zip(locals_[at], moved[at], movers):
             if m is not None and at != unwritten:
                 t.copy_(m(fresh))
 
 
-@override(torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_)
+@override(*FUSED_STEPS)
 def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """One fused step."""
     taken = [take(a) for a in args]
@@ -111,7 +120,7 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         func(*locals_, **named)
 
 
-@override(torch._amp_foreach_non_finite_check_and_unscale_)
+@override(unscale_and_check)
 def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale gradients and say whether one is not finite; all ranks that share one agree."""
     given = dict(zip(("self", "found_inf", "inv_scale"), args)) | kwargs
@@ -141,7 +150,9 @@ def _groups(tensors: Sequence[Tensor], rank: int) -> list[tuple[int, ...]]:
     for t in tensors:
         if isinstance(t, DTensor):
             layout = t._spec.layout
-            axes.setdefault(layout.mesh, set()).update(a for on_dim in layout.dims for a in on_dim)
+            axes.setdefault(layout.mesh, set()).update(
+                a for on_dim in layout.dims for a in on_dim
+            )
     groups: dict[tuple[int, ...], None] = {}
     for mesh, sharded in sorted(axes.items(), key=lambda item: -len(item[0].ranks)):
         coord = mesh.coordinate_of(rank)

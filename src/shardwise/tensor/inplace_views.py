@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardError, UnsupportedError
-from shardwise.tensor.dtensor import DTensor
+from shardwise.layout.layout import Layout
+from shardwise.program.spec import spec_of
+from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.overrides import OVERRIDES, override
 
 _T = torch.Tensor
@@ -130,6 +132,5 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             "or gather first: x.redistribute(placements=[Replicate()])"
         )
     whole = func(x._local, *args[1:], **kwargs)
-    return DTensor.from_local(
-        whole, x.device_mesh, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    layout = Layout.of(x._spec.layout.mesh, None, whole.shape, whole.stride(), whole.dtype)
+    return wrap(whole, spec_of(layout, x._spec.transport))

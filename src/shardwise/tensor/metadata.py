@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.compat import DisableTorchFunction
-from shardwise.errors import UnsupportedError
+from shardwise.comm.transport import current
+from shardwise.compat import DisableTorchFunction, has_compatible_shallow_copy_type
+from shardwise.errors import GradientError, LayoutError, UnsupportedError
+from shardwise.layout.boxes import restride
+from shardwise.layout.layout import Layout
+from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import spec_of
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.overrides import OVERRIDES, override
@@ -23,9 +27,10 @@ _FROM_WRAPPER = [
     _T.is_same_size, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_conj,
     torch.is_neg, torch.is_same_size, torch.is_inference, _T.is_coalesced, _T.dense_dim, _T.sparse_dim, _T.dim_order,
 ]  # fmt: skip
-_GETTERS = (
-    "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps",
-    "is_xpu", "is_xla", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "itemsize", "nbytes", "names", "name", "imag_",
+_GETTERS = ("is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "itemsize", "nbytes", "names", "name", "imag_")
+# The wrapper's device may be stale: these are read from the local.
+_DEVICE_GETTERS = (
+    "is_cpu", "is_cuda", "is_meta", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "is_vulkan", "is_ipu", "is_maia", "is_mtia",
 )  # fmt: skip
 
 
@@ -40,6 +45,19 @@ for _name in _GETTERS:
     _descriptor = getattr(_T, _name, None)
     if _descriptor is not None and hasattr(_descriptor, "__get__"):
         OVERRIDES[_descriptor.__get__] = _from_wrapper
+
+
+def _from_local(name: str) -> Any:
+    def get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return getattr(args[0]._local, name)
+
+    return get
+
+
+for _name in _DEVICE_GETTERS:
+    _descriptor = getattr(_T, _name, None)
+    if _descriptor is not None and hasattr(_descriptor, "__get__"):
+        OVERRIDES[_descriptor.__get__] = _from_local(_name)
 
 
 @override(torch.is_complex, _T.is_complex)
@@ -63,41 +81,106 @@ OVERRIDES[_T.real.__get__] = _view_getter(lambda x: torch.real(x))
 OVERRIDES[_T.imag.__get__] = _view_getter(lambda x: torch.imag(x))
 
 
+# Held by every DTensor and no part of what a user put on it.
+_OWN = ("_local", "_spec", "_shown_grad", "_view_of")
+
+
 @override(_T.__deepcopy__)
 def _deepcopy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, memo = args
     if id(x) in memo:
         return memo[id(x)]
-    local = x._local.detach().clone(memory_format=torch.preserve_format)
-    out = wrap(local, x._spec)
+    if not x.is_leaf:
+        raise GradientError(
+            "only tensors that the user created support deepcopy; this one is the result of a call.",
+            tries=["copy.deepcopy(x.detach())"],
+        )
+    out = wrap(x._local.detach().clone(memory_format=torch.preserve_format), x._spec.guards or x._spec)
     memo[id(x)] = out
     if x.requires_grad:
         out.requires_grad_()
-    g = x.grad
-    if g is not None:
+    if not isinstance(x, torch.nn.Parameter) and (g := x.grad) is not None:  # as torch: not of parameters
         out.grad = copy.deepcopy(g, memo)
     for name, value in x.__dict__.items():
-        if name not in ("_local", "_spec", "_shown_grad", "_view_of"):
+        if name not in _OWN:
             out.__dict__[name] = copy.deepcopy(value, memo)
     return out
 
 
-def _rebuild(local: Tensor, layout: Any, requires_grad: bool, state: dict[str, Any]) -> DTensor:
-    """What pickle calls. The current rank reads back the piece it wrote."""
-    from shardwise.comm.transport import current
+def rebuild(
+    local: Tensor,
+    mesh: tuple[Any, ...],
+    placed: tuple[Any, ...],
+    tensor: tuple[Any, ...],
+    rank: int,
+    requires_grad: bool,
+    state: dict[str, Any],
+) -> DTensor:
+    """What unpickling calls: each rank reads back the piece that it wrote.
 
-    out = wrap(local, spec_of(layout, current()))
+    Raises:
+        LayoutError: Another rank wrote this piece.
+    """
+    layout, transport = Layout(Mesh.of(*mesh), *placed, *tensor), current()
+    if transport.rank != rank and not layout.is_replicated:
+        raise LayoutError(
+            f"this is rank {rank}'s piece of {layout}, read on rank {transport.rank}.",
+            tries=["let every rank read what it wrote", "save x.full_tensor()", "shardwise.checkpoint: any ranks can read it"],
+        )
+    out = wrap(local, spec_of(layout, transport))
     if requires_grad:
         out.requires_grad_()
     out.__dict__.update(state)
     return out
 
 
+torch.serialization.add_safe_globals([rebuild])  # for torch.load(weights_only=True)
+
+
 @override(_T.__reduce_ex__)
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    state = {k: v for k, v in x.__dict__.items() if k not in ("_local", "_spec", "_shown_grad", "_view_of")}
-    return _rebuild, (x._local.detach(), x._spec.layout, x.requires_grad, state)
+    state = {k: v for k, v in x.__dict__.items() if k not in _OWN}
+    layout, mesh = x._spec.layout, x._spec.layout.mesh
+    return rebuild, (
+        x._local.detach(),
+        (mesh.device_type, mesh.shape, mesh.ranks, mesh.names),
+        (layout.dims, layout.partial),
+        (layout.shape, layout.stride, layout.dtype),
+        x._spec.transport.rank,
+        x.requires_grad,
+        state,
+    )
+
+
+@override(_T.module_load)
+def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``load_state_dict`` puts in place of ``self``; a plain value is given the layout of ``self``."""
+    x, other = args
+    if not isinstance(x, DTensor):
+        return x.copy_(other.full_tensor()).detach() if not kwargs.get("assign") else other.detach()
+    if kwargs.get("assign"):
+        if isinstance(other, DTensor):
+            return other.detach()
+        return like(x, other)
+    return x.copy_(other).detach()
+
+
+def like(x: DTensor, value: Tensor) -> DTensor:
+    """A plain value that all ranks have, laid out like ``x``."""
+    whole = x._spec.layout.replicated().with_dtype(value.dtype)
+    if value.shape != x.shape:
+        raise LayoutError(f"a value of shape {tuple(value.shape)} for a DTensor of shape {tuple(x.shape)}.")
+    value = value.detach().to(x._spec.device_type)
+    have = wrap(value, spec_of(whole.with_tensor(whole.shape, restride(whole.shape, value.stride()), value.dtype), x._spec.transport))
+    return have.redistribute(placements=x._spec.layout)
+
+
+@override(has_compatible_shallow_copy_type)
+def _can_set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``x.data = y`` would do; ``Module.to`` asks."""
+    x, y = args
+    return isinstance(x, DTensor) and isinstance(y, DTensor) and func(x._local, y._local)
 
 
 @override(_T.detach_)

@@ -51,7 +51,7 @@ def run_whole(func: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwarg
     versions = [version(t) for t in locals_]
     result = func(*fill(tree, locals_), **fill(kwargs, locals_))
     for i, (t, local, fresh, before) in enumerate(zip(tensors, locals_, moved, versions)):
-        written = version(local) != before if before is not None else i == 0 and _writes(name)
+        written = version(local) != before if before is not None else i == 0 and writes(name)
         hidden = func in HIDDEN_WRITES and not t.requires_grad and t.ndim == 1
         if fresh and (written or hidden) and isinstance(t, DTensor):
             _write_back(name, t, local)
@@ -83,7 +83,7 @@ def _wrap_whole(x: Tensor, tensors: Any, locals_: Any, moved: Any, mesh: Any, tr
     if x._base is not None:
         for t, local, fresh in zip(tensors, locals_, moved):
             if fresh and isinstance(t, DTensor) and x.untyped_storage()._cdata == local.untyped_storage()._cdata:
-                out.__dict__["_view_of"] = (t._local, version(t._local))
+                out.__dict__["_view_of"] = (t._local, version(t._local), None)
                 out._spec = guarded(out._spec)
     return out
 
@@ -121,12 +121,37 @@ def write_into(target: DTensor, value: DTensor) -> DTensor:
     return target
 
 
+def check_writable(
+    func: Any, pure: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse, before anything is sent, an in-place call whose result its target cannot hold.
+
+    Raises:
+        RuntimeError: The result has another shape, or a dtype that cannot be cast; torch's words.
+    """
+    meta = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
+    try:
+        with torch.no_grad():
+            value = pure(*fill(tree, meta), **fill(kwargs, meta))
+    except Exception:  # no meta form, or a call that torch refuses: the call itself will tell
+        return
+    target = tensors[0]
+    if not isinstance(value, Tensor) or func.__name__ == "copy_":
+        return
+    if torch.broadcast_shapes(value.shape, target.shape) != target.shape:
+        raise RuntimeError(
+            f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}"
+        )
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+
+
 def version(t: Tensor) -> int | None:
     """How often a tensor was written to; inference tensors do not count."""
     return None if t.is_inference() else t._version
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
     """Whether a call of this name writes into its first argument (asked where versions are not counted)."""
     return name in ("__setitem__", *_IN_PLACE_OPERATORS) or (name.endswith("_") and not name.endswith("__"))
 
