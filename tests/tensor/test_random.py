@@ -376,13 +376,39 @@ def test_ranks_draw_for_themselves() -> None:
     assert not torch.equal(a, b)
 
 
-def test_writing_into_a_moved_view_raises() -> None:
+def test_writing_into_a_view_that_moved() -> None:
+    views = [
+        lambda x: x.view(4, 5),  # three rows and two of four elements: a copy
+        lambda x: x[1],
+        lambda x: x[1:4],
+        lambda x: x[:, 1],
+        lambda x: x.view(20)[7:9],
+    ]
+    calls = [
+        lambda v: v.normal_(),
+        lambda v: v.random_(9),
+        lambda v: F.dropout(v, 0.5, inplace=True),
+        lambda v: v.bernoulli_(v.sigmoid()),
+        lambda v: v.mul_(2),
+    ]
+
     def on_rank(mesh: Any) -> None:
-        x = sw.zeros(5, 4, device_mesh=mesh, placements=[Shard(0)])
-        for call in (lambda v: v.normal_(), lambda v: F.dropout(v, 0.5, inplace=True), lambda v: v.bernoulli_(v)):
-            moved = x.view(4, 5)  # three rows and two of four elements: a copy
-            with pytest.raises(AliasError, match="view"):
-                call(moved)
+        for view, call, dim in itertools.product(views, calls, (0, 1)):
+            want = torch.arange(20.0).view(5, 4)
+            x = sw.distribute_tensor(want, mesh, [Shard(dim)])
+            with sw.rng(like="torch"):
+                torch.manual_seed(1)
+                call(view(want))
+                torch.manual_seed(1)
+                call(view(x))
+            assert torch.equal(x.full_tensor(), want)
+        y = sw.zeros(5, 4, device_mesh=mesh, placements=[Shard(0)])
+        moved = y.unflatten(1, (2, 2)).flatten(0, 1)
+        if "_view_of" in moved.__dict__:
+            stale = y[1]
+            moved.normal_()
+            with pytest.raises(AliasError, match="since"):
+                stale.normal_()
 
     on_mesh(on_rank, (2,))
 

@@ -248,10 +248,12 @@ def _agreed(
 def to_local(x: DTensor, grad_placements: Any) -> Tensor:
     """The differentiable part of ``DTensor.to_local``."""
     layout, transport = x._spec.layout, x._spec.transport
-    known: dict[Any, tuple[Mover, _Guess | None]] = transport.state.setdefault("to_local", {})
+    known: dict[Spec, tuple[Mover, tuple[int, ...]]] = transport.state.setdefault("to_local", {})
     if grad_placements is None and (found := known.get(x._spec)) is not None:
-        return _Leave.apply(x._local, *found)  # pyright: ignore[reportReturnType]
-    guess = None
+        back, axes = found
+        guess = _Guess(layout, axes, transport) if axes else None
+        return _Leave.apply(x._local, back, guess)  # pyright: ignore[reportReturnType]
+    guess, axes = None, ()
     if grad_placements is not None:
         gd, gp = parse(layout.mesh, grad_placements, layout.ndim)
         want = layout.with_placement(gd, gp)
@@ -265,7 +267,7 @@ def to_local(x: DTensor, grad_placements: Any) -> Tensor:
     if grad_placements is None:
         if len(known) > 16384:
             known.clear()
-        known[x._spec] = (back, guess)
+        known[x._spec] = (back, axes)
     return _Leave.apply(x._local, back, guess)  # pyright: ignore[reportReturnType]
 
 

@@ -21,8 +21,7 @@ from shardwise.tensor.crossings import dense
 from shardwise.tensor.dispatch import _check_fresh
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.overrides import override
-from shardwise.tensor.random import memory_order, overloads, prepare, random_override, settled
-from shardwise.tensor.whole import write_into
+from shardwise.tensor.random import memory_order, overloads, prepare, random_override, settled, write
 
 Order = tuple[int, ...] | None
 
@@ -52,7 +51,7 @@ def _scaled(x: DTensor, mask: Tensor, inplace: bool) -> DTensor:
     """``x * mask`` for a piece of a mask that is never negative."""
     if inplace:
         if "_view_of" in x.__dict__:
-            return write_into(x, x)  # raises: the write would be lost
+            return write(x, _scaled(x, mask, False))
         x._local.mul_(mask)
         return x
     return _wrapped(x._local * mask, _plan(x._spec)[0])
@@ -79,7 +78,7 @@ def _drop(x: DTensor, p: float, train: bool, inplace: bool) -> DTensor:
         spec.shape, spec.offsets, spec.local_shape, spec.dtype, local.device, p, like, None, _plan(spec)[1]
     )
     if inplace and source is not x:
-        return write_into(x, _scaled(source, mask, False))
+        return write(x, _scaled(source, mask, False))
     return _scaled(source, mask, inplace)
 
 
@@ -147,7 +146,7 @@ def _alpha(x: DTensor, p: float, train: bool, inplace: bool, feature: bool) -> D
         place, order = feature_box(*place), None
     factor, term = alpha_dropout_terms(*place, spec.dtype, local.device, p, like, None, order)
     value = _wrapped((local * factor).add_(term), _plan(spec)[0])
-    return write_into(x, value) if inplace else value
+    return write(x, value) if inplace else value
 
 
 @random_override(F.alpha_dropout)
@@ -192,7 +191,7 @@ def _drop_features(x: DTensor, p: float, train: bool, inplace: bool, batched: bo
     mask = dropout_mask(*feature_box(shape, offsets, sizes), spec.dtype, local.device, p, like)
     mask = mask if batched else mask.squeeze(0)
     if inplace and source is not x:
-        return write_into(x, _scaled(source, mask, False))
+        return write(x, _scaled(source, mask, False))
     return _scaled(source, mask, inplace)
 
 

@@ -176,6 +176,18 @@ def like(x: DTensor, value: Tensor) -> DTensor:
     return have.redistribute(placements=x._spec.layout)
 
 
+@override(_T.set_)
+def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.set_(y)``: x becomes another name of y's memory where the layouts agree, and keeps its own where not."""
+    x, y = (*args, *kwargs.values())[:2] if len(args) + len(kwargs) > 1 else (args[0], None)
+    if not isinstance(x, DTensor) or not isinstance(y, DTensor) or len(args) + len(kwargs) > 2:
+        raise UnsupportedError(
+            "set_ on a DTensor takes a DTensor; storages are in pieces.", tries=["x.set_(y)", "x.data = y"]
+        )
+    x.data = y
+    return x
+
+
 @override(has_compatible_shallow_copy_type)
 def _can_set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``x.data = y`` would do; ``Module.to`` asks."""

@@ -31,8 +31,10 @@ from shardwise.tensor.dispatch import Call, _check_fresh, _check_plain, into_out
 from shardwise.tensor.dtensor import DTensor, place, wrap
 from shardwise.tensor.overrides import OVERRIDES, Handler
 from shardwise.tensor.whole import run_whole, write_into
+from shardwise.tensor.writes import write_to_copy
 
 MAX_STREAMS = 16384
+_T = torch.Tensor
 
 
 # ---- ranks in step ----------------------------------------------------------------------------
@@ -144,9 +146,17 @@ def kept(value: Tensor, spec: Spec) -> Tensor:
     return mover(settled(spec.layout), spec.layout, spec.transport)(value)
 
 
+def write(x: DTensor, value: DTensor) -> DTensor:
+    """``x.copy_(value)``, also where ``x`` is a view that needed communication."""
+    if "_view_of" in x.__dict__:
+        _check_fresh(x)
+        return write_to_copy(_T.copy_, (x, value), {})
+    return write_into(x, value)
+
+
 def overwrite(x: DTensor, value: Tensor) -> DTensor:
     """Write a fresh piece (replicated over pending axes) into ``x``."""
-    return write_into(x, wrap(kept(value, x._spec), x._spec))
+    return write(x, wrap(kept(value, x._spec), x._spec))
 
 
 def random_override(*functions: Any) -> Callable[[Handler], Handler]:
@@ -186,7 +196,6 @@ def _check_once(func: Any, plain: list[Tensor], mesh: Mesh, transport: Transport
 
 # ---- in-place draws -------------------------------------------------------------------------------
 
-_T = torch.Tensor
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "uniform": ("from", "to"),
     "normal": ("mean", "std"),
