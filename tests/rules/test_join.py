@@ -26,25 +26,48 @@ def rand(*shape: int) -> torch.Tensor:
 
 def test_cat() -> None:
     def joined(x: torch.Tensor, y: torch.Tensor) -> Any:
-        return torch.cat([x, y]), torch.cat((x, x, y), 0), torch.concat([y, x], dim=-3), torch.cat([x], 1)
+        return (
+            torch.cat([x, y]),
+            torch.cat((x, x, y), 0),
+            torch.concat([y, x], dim=-3),
+            torch.cat([x], 1),
+        )
 
-    assert not sweep(twice(joined), rand(5, 3, 4), rand(2, 3, 4), meshes=((2,), (4,), (2, 2)), extra=3)
-    assert not sweep(twice(lambda x, y: torch.cat([x, y], -1)), rand(5, 4), rand(5, 1), meshes=((2,), (4,)))
+    assert not sweep(
+        twice(joined), rand(5, 3, 4), rand(2, 3, 4), meshes=((4,), (2, 2)), extra=3
+    )
+    assert not sweep(
+        twice(lambda x, y: torch.cat([x, y], -1)), rand(5, 4), rand(5, 1), meshes=((4,),)
+    )
     assert not sweep(lambda x: torch.cat([x, torch.zeros(0, dtype=D)]), rand(5), meshes=((2,),))
-    assert not sweep(lambda x, i: torch.cat([x, i]), rand(5, 2), torch.ones(3, 2, dtype=torch.int64), meshes=((2,),))
+    assert not sweep(
+        lambda x, i: torch.cat([x, i]),
+        rand(5, 2),
+        torch.ones(3, 2, dtype=torch.int64),
+        meshes=((2,),),
+    )
 
 
 def test_stack_and_relatives() -> None:
     def stacked(x: torch.Tensor, y: torch.Tensor) -> Any:
         both = [x, y]
-        more = torch.hstack(both), torch.vstack(both), torch.dstack(both), torch.column_stack(both)
+        more = (
+            torch.hstack(both),
+            torch.vstack(both),
+            torch.dstack(both),
+            torch.column_stack(both),
+        )
         return torch.stack(both), torch.stack((x, y), -1), torch.stack([y, x], dim=1), *more
 
-    assert not sweep(twice(stacked), rand(5, 3, 4), rand(5, 3, 4), meshes=((2,), (4,)), extra=3)
-    assert not sweep(stacked, rand(5), rand(5), meshes=((2,), (4,)), extra=3)
+    assert not sweep(twice(stacked), rand(5, 3, 4), rand(5, 3, 4), meshes=((4,),), extra=3)
+    assert not sweep(stacked, rand(5), rand(5), meshes=((4,),), extra=3)
     assert not sweep(lambda x, y: torch.vstack([x, y]), rand(4), rand(3, 4), meshes=((2,),))
-    assert not sweep(lambda x, y: torch.column_stack([x, y]), rand(4), rand(4, 3), meshes=((2,),))
-    assert not sweep(lambda x, y: (torch.hstack([x, y]), torch.stack([x, y])), rand(), rand(), meshes=((2,),))
+    assert not sweep(
+        lambda x, y: torch.column_stack([x, y]), rand(4), rand(4, 3), meshes=((2,),)
+    )
+    assert not sweep(
+        lambda x, y: (torch.hstack([x, y]), torch.stack([x, y])), rand(), rand(), meshes=((2,),)
+    )
 
 
 def test_aten_forms() -> None:

@@ -108,8 +108,9 @@ def test_batch_norm_forms() -> None:
 
 @pytest.mark.parametrize("stats", ["plain", R, S(0)])
 @pytest.mark.parametrize("cut", [S(0), S(1), S(2)])
-def test_running_statistics_are_written_in_place(stats, cut) -> None:
-    x, mean, var = rand(3, 6, 5), rand(6), torch.rand(6).double() + 1
+@pytest.mark.parametrize("c", [6, 1])
+def test_running_statistics_are_written_in_place(stats, cut, c) -> None:
+    x, mean, var = rand(3, c, 5), rand(c), torch.rand(c).double() + 1
     want_mean, want_var = mean.clone(), var.clone()
     for momentum in (0.1, 0.5):
         F.batch_norm(x, want_mean, want_var, training=True, momentum=momentum)

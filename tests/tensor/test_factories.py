@@ -23,8 +23,15 @@ def on_mesh(fn: Callable[[Any], Any], shape: tuple[int, ...] = (2, 2)) -> list[A
 
 
 def layouts(ndim: int, axes: int = 2) -> list[tuple[Any, ...]]:
-    each = [Replicate(), Partial(), *(Shard(d) for d in range(ndim))]
-    return [*itertools.product(each, repeat=axes), *([ORDERED] if ndim else [])]
+    """Each placement on each axis, some on both."""
+    each = [Partial(), *(Shard(d) for d in range(ndim))]
+    out = [
+        tuple(p if a == axis else Replicate() for a in range(axes))
+        for p in each
+        for axis in range(axes)
+    ]
+    out += list(zip(each, each[1:] + each[:1]))
+    return [*out, *([ORDERED, (Shard(0), Shard(0))] if ndim else [])]
 
 
 def same(got: DTensor, want: Tensor) -> None:
@@ -43,9 +50,15 @@ def test_constants_on_every_layout(shape: tuple[int, ...]) -> None:
         for placed in layouts(len(shape)):
             where = {"device_mesh": mesh, "placements": placed}
             same(sw.zeros(*shape, **where), torch.zeros(shape))
-            same(sw.ones(shape, dtype=torch.float64, requires_grad=True, **where), torch.ones(shape).double().requires_grad_())
+            same(
+                sw.ones(shape, dtype=torch.float64, requires_grad=True, **where),
+                torch.ones(shape).double().requires_grad_(),
+            )
             same(sw.full(shape, 3, **where), torch.full(shape, 3))
-            same(sw.full(shape, 2.5, dtype=torch.bfloat16, **where), torch.full(shape, 2.5, dtype=torch.bfloat16))
+            same(
+                sw.full(shape, 2.5, dtype=torch.bfloat16, **where),
+                torch.full(shape, 2.5, dtype=torch.bfloat16),
+            )
             assert tuple(sw.empty(list(shape), **where).shape) == shape
 
     on_mesh(on_rank)
@@ -78,14 +91,28 @@ def test_only_the_piece_is_made() -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [(0,), (11,), (3, 20), (0, 1, 0.1), (10, -3, -2), (1.5, 9.0), (-4.0, 11.0, 3.0), (0.0, 2e7, 1e6 + 0.5)],
+    [
+        (0,),
+        (11,),
+        (3, 20),
+        (0, 1, 0.1),
+        (10, -3, -2),
+        (1.5, 9.0),
+        (-4.0, 11.0, 3.0),
+        (0.0, 2e7, 1e6 + 0.5),
+    ],
     ids=str,
 )
 def test_arange(args: tuple[Any, ...]) -> None:
     def on_rank(mesh: Any) -> None:
-        dtypes = (None, torch.float64) if args[-1] == 0.1 else (None, torch.float64, torch.int32)
+        dtypes = (
+            (None, torch.float64) if args[-1] == 0.1 else (None, torch.float64, torch.int32)
+        )
         for placed, dtype in itertools.product(layouts(1), dtypes):
-            same(sw.arange(*args, dtype=dtype, device_mesh=mesh, placements=placed), torch.arange(*args, dtype=dtype))
+            same(
+                sw.arange(*args, dtype=dtype, device_mesh=mesh, placements=placed),
+                torch.arange(*args, dtype=dtype),
+            )
 
     on_mesh(on_rank)
 
@@ -97,7 +124,10 @@ def test_eye_and_linspace() -> None:
                 want = torch.eye(n, m if m is not None else n)
                 same(sw.eye(n, m, device_mesh=mesh, placements=placed), want)
         for placed in layouts(1):
-            same(sw.linspace(-1, 2.5, 7, device_mesh=mesh, placements=placed), torch.linspace(-1, 2.5, 7))
+            same(
+                sw.linspace(-1, 2.5, 7, device_mesh=mesh, placements=placed),
+                torch.linspace(-1, 2.5, 7),
+            )
 
     on_mesh(on_rank)
 
@@ -173,9 +203,15 @@ def test_like_keeps_the_layout(name: str) -> None:
             torch.manual_seed(5)
             got = LIKES[name](x)
             assert torch.equal(torch.get_rng_state(), state)
-            assert got.placements == tuple(Replicate() if p.is_partial() else p for p in x.placements)
+            assert got.placements == tuple(
+                Replicate() if p.is_partial() else p for p in x.placements
+            )
             if name == "meta":
-                assert (got.device.type, got.is_meta, got.stride()) == ("meta", True, want.stride())
+                assert (got.device.type, got.is_meta, got.stride()) == (
+                    "meta",
+                    True,
+                    want.stride(),
+                )
             else:
                 same(got, want)
 
@@ -192,7 +228,10 @@ def test_like_channels_last_and_expanded() -> None:
             torch.manual_seed(1)
             same(call(x), want)
         y = sw.distribute_tensor(torch.randn(3, 1), mesh, [Shard(0)]).expand(3, 4)
-        assert torch.zeros_like(y).stride() == torch.zeros_like(torch.randn(3, 1).expand(3, 4)).stride()
+        assert (
+            torch.zeros_like(y).stride()
+            == torch.zeros_like(torch.randn(3, 1).expand(3, 4)).stride()
+        )
         assert torch.empty_like(x).placements == x.placements
         with pytest.raises(UnsupportedError, match="cpu mesh"):
             torch.zeros_like(x, device="cuda")
@@ -217,7 +256,11 @@ def test_new() -> None:
                 got = call(x)
                 same(got, call(plain))
                 assert got.placements == kept
-            for call in (lambda t: t.new_zeros(4), lambda t: t.new_ones(()), lambda t: t.new_full((2, 2, 2), 1.0)):
+            for call in (
+                lambda t: t.new_zeros(4),
+                lambda t: t.new_ones(()),
+                lambda t: t.new_full((2, 2, 2), 1.0),
+            ):
                 same(call(x), call(plain))
                 assert call(x).layout.is_replicated
             assert x.new_empty((5, 3)).placements == kept
@@ -240,6 +283,14 @@ def test_a_rank_outside_the_mesh_holds_nothing() -> None:
         want = torch.rand(5)
         torch.manual_seed(0)
         sw.randn(4, 3, device_mesh=mesh, placements=[Shard(0)])
-        assert torch.equal(sw.rand(5, device_mesh=everywhere, placements=[Shard(0)]).full_tensor(), want)
+        assert torch.equal(
+            sw.rand(5, device_mesh=everywhere, placements=[Shard(0)]).full_tensor(), want
+        )
+        assert tuple(torch.multinomial(x.exp(), 2).shape) == (4, 2)
+        assert (
+            tuple(torch.bernoulli(x.sigmoid()).shape)
+            == tuple(torch.dropout(x, 0.5, True).shape)
+            == (4, 3)
+        )
 
     sw.simulate(on_rank, 3)

@@ -7,6 +7,7 @@ writes the same running statistics.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 import math
 from typing import Any
 
@@ -404,50 +405,54 @@ def _batch(
         if not p.layout.is_sharded:
             ins[p] = (WHOLE,)
             special.add("c")
+    local = partial(local, whole=tuple(p is not None and ins[p] == (WHOLE,) for p in stats))
     return Rule(
-        ins, (names,), special=frozenset(special), whole=whole, local=local, always_local=empty
+        ins,
+        (names,),
+        special=frozenset(special),
+        whole=whole,
+        local=local,
+        always_local=empty,
     )
 
 
 def _apply(
     ctx: Any,
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    stats: tuple[Tensor | None, Tensor | None],
+    params: tuple[Tensor | None, Tensor | None],
     training: bool,
     momentum: float,
     eps: float,
+    whole: tuple[bool, ...],
 ) -> Tensor:
     """Batch norm on pieces: in training with statistics of the whole batch, which every rank writes down."""
+    x = wide(input)
     if not training:
-        assert running_mean is not None, "the rule asks for this program only with statistics"
-        assert running_var is not None, "the rule asks for this program only with statistics"
-        x = (wide(input) - _channels(running_mean, input)) * (
-            _channels(running_var, input) + eps
-        ).rsqrt()
-        return _affine(x, weight, bias).to(input.dtype)
+        mean, var = stats
+        assert mean is not None, "the rule asks for this program only with statistics"
+        assert var is not None, "the rule asks for this program only with statistics"
+        x = (x - _channels(mean, x)) * (_channels(var, x) + eps).rsqrt()
+        return _affine(x, *params).to(input.dtype)
     spec = ctx.ins[0]
     dims = tuple(d for d in range(input.ndim) if d != 1)
     group = ctx.group("n", *numbered("s", input.ndim - 2))
     n = math.prod(spec.shape) // spec.shape[1]
-    middle, x, var = _centred(group, wide(input), dims, n)
+    middle, x, var = _centred(group, x, dims, n)
     with torch.no_grad():
-        for buffer, now in (
-            (running_mean, middle.detach()),
-            (running_var, var.detach() * (n / (n - 1))),
-        ):
+        for buffer, now, all_channels in zip(stats, (middle, var * (n / (n - 1))), whole):
             if buffer is not None:
-                _note(ctx, buffer, now.view(-1), momentum)
-    return _affine(x * (var + eps).rsqrt(), weight, bias).to(input.dtype)
+                now = now.detach().view(-1)
+                now = _of_all_ranks(ctx, now) if all_channels else now
+                buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
+    return _affine(x * (var + eps).rsqrt(), *params).to(input.dtype)
 
 
-def _note(ctx: Any, buffer: Tensor, now: Tensor, momentum: float) -> None:
-    """Move a running statistic towards what this batch has; a whole buffer takes the channels of all ranks."""
-    if buffer.shape != now.shape:
-        mine = now.new_zeros(buffer.shape)
-        first = ctx.ins[0].offsets[1]
-        mine[first : first + now.shape[0]] = now
-        now = ctx.group("c").reduce(mine, "sum")
-    buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
+def _of_all_ranks(ctx: Any, now: Tensor) -> Tensor:
+    """A statistic of this rank's channels, with those of the others."""
+    if (group := ctx.group("c")).size == 1:
+        return now
+    first = ctx.ins[0].offsets[1]
+    mine = now.new_zeros(ctx.ins[0].shape[1])
+    mine[first : first + now.shape[0]] = now
+    return group.reduce(mine, "sum")

@@ -131,7 +131,7 @@ def diff(
     """Along a whole dim; the others stay."""
     dims = dims_of(input, dim)
     operands = [t for t in (prepend, input, append) if t is not None]
-    if not dims or type(dim) is not int or type(n) is not int or n < 0 or more.keys() - {"out"}:
+    if not dims or type(dim) is not int or type(n) is not int or n < 1 or more.keys() - {"out"}:
         return None
     if any(t.ndim != input.ndim or t.dtype != input.dtype for t in operands):
         return None

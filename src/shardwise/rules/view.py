@@ -87,7 +87,7 @@ def regrouped(src: Sequence[int], dst: Sequence[int]) -> tuple[Labels, Labels, d
             left.append(name)
             right.append(name)
             i, j = i + 1, j + 1
-        elif 0 in src[i:] or 0 in dst[j:]:  # nothing to cut, and products tell nothing
+        elif 0 in (*src, *dst):  # nothing to cut, and products tell nothing
             left += [WHOLE] * (len(src) - i)
             right += [WHOLE] * (len(dst) - j)
             break

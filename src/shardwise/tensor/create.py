@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.meshes import as_mesh
-from shardwise.comm.transport import current
 from shardwise.errors import LayoutError
 from shardwise.layout import boxes
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
-from shardwise.program.spec import Spec, spec_of
+from shardwise.program.spec import Spec
 from shardwise.tensor.crossings import local_spec
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.explain import explained

@@ -21,7 +21,14 @@ from shardwise.tensor.crossings import dense
 from shardwise.tensor.dispatch import _check_fresh
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.overrides import override
-from shardwise.tensor.random import memory_order, overloads, prepare, random_override, settled, write
+from shardwise.tensor.random import (
+    memory_order,
+    overloads,
+    prepare,
+    random_override,
+    settled,
+    write,
+)
 
 Order = tuple[int, ...] | None
 
@@ -33,7 +40,9 @@ def _plan(spec: Spec) -> tuple[Spec, Order]:
     if found is None:
         layout = spec.layout
         want = restride(layout.shape, layout.stride)
-        tiled = all(n == 1 or (s == w and s) for n, s, w in zip(layout.shape, layout.stride, want))
+        tiled = all(
+            n == 1 or (s == w and s) for n, s, w in zip(layout.shape, layout.stride, want)
+        )
         found = spec_of(dense(layout), spec.transport), memory_order(layout) if tiled else None
         if len(plans) >= 16384:
             plans.clear()
@@ -75,7 +84,15 @@ def _drop(x: DTensor, p: float, train: bool, inplace: bool) -> DTensor:
     spec, local = source._spec, source._local
     like = prepare(spec, local.device, None, "philox") if p != 1 else None
     mask = dropout_mask(
-        spec.shape, spec.offsets, spec.local_shape, spec.dtype, local.device, p, like, None, _plan(spec)[1]
+        spec.shape,
+        spec.offsets,
+        spec.local_shape,
+        spec.dtype,
+        local.device,
+        p,
+        like,
+        None,
+        _plan(spec)[1],
     )
     if inplace and source is not x:
         return write(x, _scaled(source, mask, False))
@@ -88,7 +105,9 @@ def _f_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _drop(x, p, train, inplace)
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[DTensor, float, bool, bool]:
+def _arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+) -> tuple[DTensor, float, bool, bool]:
     """(input, p, training, inplace) of the functional forms."""
     x, *rest = args
     if rest:
@@ -96,7 +115,9 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tu
     return x, kwargs.get("p", 0.5), kwargs.get("training", train), kwargs.get("inplace", False)
 
 
-def _builtin(args: tuple[Any, ...], kwargs: dict[str, Any], func: Any) -> tuple[DTensor, float, bool, bool]:
+def _builtin(
+    args: tuple[Any, ...], kwargs: dict[str, Any], func: Any
+) -> tuple[DTensor, float, bool, bool]:
     """The same of the builtin forms, whose name says whether they work in place."""
     given = dict(zip(("input", "p", "train"), args)) | kwargs
     name = func.__name__.partition(".")[0]
@@ -120,7 +141,15 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return x.clone(), wrap(torch.ones_like(local, dtype=torch.bool), mask_spec)
     like = prepare(spec, local.device, None, "philox")
     mask, scale = native_dropout_mask(
-        spec.shape, spec.offsets, spec.local_shape, spec.dtype, local.device, p, like, None, order
+        spec.shape,
+        spec.offsets,
+        spec.local_shape,
+        spec.dtype,
+        local.device,
+        p,
+        like,
+        None,
+        order,
     )
     return _wrapped(local.mul(mask).mul_(scale), out), _wrapped(mask, mask_spec)
 
@@ -136,7 +165,9 @@ def _alpha(x: DTensor, p: float, train: bool, inplace: bool, feature: bool) -> D
     if p == 1:
         return _drop(x, p, train, inplace)
     _check_fresh(x)
-    source = x.redistribute(placements=settled(x._spec.layout)) if x._spec.layout.is_partial else x
+    source = (
+        x.redistribute(placements=settled(x._spec.layout)) if x._spec.layout.is_partial else x
+    )
     if inplace and source is x and torch.is_grad_enabled():
         source = x.clone()
     spec, local = source._spec, source._local
@@ -159,7 +190,9 @@ def _f_feature_alpha(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _alpha(*_arguments(args, kwargs, False), feature=True)
 
 
-@random_override(torch.alpha_dropout, torch.alpha_dropout_, *overloads("alpha_dropout", "alpha_dropout_"))
+@random_override(
+    torch.alpha_dropout, torch.alpha_dropout_, *overloads("alpha_dropout", "alpha_dropout_")
+)
 def _torch_alpha(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _alpha(*_builtin(args, kwargs, func), feature=False)
 
@@ -176,7 +209,9 @@ def _torch_feature_alpha(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 # ---- whole channels -----------------------------------------------------------------------------------
 
 
-def _drop_features(x: DTensor, p: float, train: bool, inplace: bool, batched: bool = True) -> DTensor:
+def _drop_features(
+    x: DTensor, p: float, train: bool, inplace: bool, batched: bool = True
+) -> DTensor:
     """Drop whole channels of (N, C, ...), or of (C, ...) where ``batched`` is False."""
     if not 0 <= p <= 1:
         raise ShardError(f"dropout probability has to be between 0 and 1, but got {p}")
@@ -210,6 +245,10 @@ def _f_features(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _drop_features(x, p, train, inplace, batched=x.ndim != unbatched)
 
 
-@random_override(torch.feature_dropout, torch.feature_dropout_, *overloads("feature_dropout", "feature_dropout_"))
+@random_override(
+    torch.feature_dropout,
+    torch.feature_dropout_,
+    *overloads("feature_dropout", "feature_dropout_"),
+)
 def _torch_features(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _drop_features(*_builtin(args, kwargs, func))

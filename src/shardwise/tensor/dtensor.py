@@ -20,11 +20,10 @@ from shardwise.compat import (
     DisableTorchFunction,
     TensorBase,
     add_foreach_type,
-    functorch_active,
     is_autocast_enabled,
     make_wrapper,
 )
-from shardwise.errors import AliasError, LayoutError, MeshError, ShardError, UnsupportedError
+from shardwise.errors import AliasError, LayoutError, MeshError, ShardError
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placement
@@ -32,8 +31,8 @@ from shardwise.program.modes import strict_mode
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.explain import explained
 from shardwise.tensor.gradients import Leaf, leaf_of, watch
-from shardwise.tensor.strides import in_order
 from shardwise.tensor.overrides import OVERRIDES
+from shardwise.tensor.strides import in_order
 
 _NO_KWARGS: dict[str, Any] = {}
 LIFTED: set[Any] = set()  # functions whose float arguments are passed at run time: no part of the key
@@ -269,7 +268,7 @@ class DTensor(torch.Tensor):
             return shown
         leaf = leaf_of(local)
         if leaf is not None:
-            return _leaf_grad(leaf)
+            return _leaf_grad(leaf) if leaf.shown is None else leaf.shown
         if local.requires_grad and not local.is_leaf and not local.retains_grad:
             return None
         g = local.grad

@@ -36,10 +36,14 @@ def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _spec(shape: tuple[int, ...], dtype: Any, layout: Any, device_mesh: Any, placements: Any) -> Spec:
+def _spec(
+    shape: tuple[int, ...], dtype: Any, layout: Any, device_mesh: Any, placements: Any
+) -> Spec:
     if layout != torch.strided:
         raise UnsupportedError(f"a DTensor is strided; layout={layout} is not supported")
-    return local_spec(as_mesh(device_mesh), placements, shape, dtype or torch.get_default_dtype())
+    return local_spec(
+        as_mesh(device_mesh), placements, shape, dtype or torch.get_default_dtype()
+    )
 
 
 def _finish(local: Tensor, spec: Spec, requires_grad: bool) -> DTensor:
@@ -77,7 +81,9 @@ def zeros(
     Raises:
         LayoutError: The placements do not fit.
     """
-    return _made(torch.zeros, _spec(_shape(size), dtype, layout, device_mesh, placements), requires_grad)
+    return _made(
+        torch.zeros, _spec(_shape(size), dtype, layout, device_mesh, placements), requires_grad
+    )
 
 
 @explained("shardwise.ones", "size", "dtype", "device_mesh", "placements")
@@ -102,7 +108,9 @@ def ones(
     Raises:
         LayoutError: The placements do not fit.
     """
-    return _made(torch.ones, _spec(_shape(size), dtype, layout, device_mesh, placements), requires_grad)
+    return _made(
+        torch.ones, _spec(_shape(size), dtype, layout, device_mesh, placements), requires_grad
+    )
 
 
 @explained("shardwise.empty", "size", "dtype", "device_mesh", "placements")
@@ -127,7 +135,9 @@ def empty(
     Raises:
         LayoutError: The placements do not fit.
     """
-    return _made(torch.empty, _spec(_shape(size), dtype, layout, device_mesh, placements), requires_grad)
+    return _made(
+        torch.empty, _spec(_shape(size), dtype, layout, device_mesh, placements), requires_grad
+    )
 
 
 @explained("shardwise.full", "size", "dtype", "device_mesh", "placements")
@@ -157,7 +167,11 @@ def full(
     """
     value = fill_value.item() if isinstance(fill_value, Tensor) else fill_value
     dtype = dtype or torch.full((), value, device="meta").dtype
-    return _made(filled(value), _spec(_shape((size,)), dtype, layout, device_mesh, placements), requires_grad)
+    return _made(
+        filled(value),
+        _spec(_shape((size,)), dtype, layout, device_mesh, placements),
+        requires_grad,
+    )
 
 
 @explained("shardwise.rand", "size", "dtype", "device_mesh", "placements")
@@ -329,9 +343,16 @@ def arange(
     offset, size, device = spec.offsets[0], spec.local_shape[0], _device(spec)
     if _is_whole(start, step, like):
         first = int(start) + offset * int(step)
-        local = torch.arange(size, dtype=torch.int64, device=device).mul_(int(step)).add_(first).to(like.dtype)
+        local = (
+            torch.arange(size, dtype=torch.int64, device=device)
+            .mul_(int(step))
+            .add_(first)
+            .to(like.dtype)
+        )
     else:
-        local = torch.arange(start, end, step, dtype=like.dtype, device=device)[offset : offset + size].clone()
+        local = torch.arange(start, end, step, dtype=like.dtype, device=device)[
+            offset : offset + size
+        ].clone()
     return _finish(local, spec, requires_grad)
 
 
@@ -421,12 +442,19 @@ def _into(factory: Callable[..., DTensor], names: tuple[str, ...]) -> Any:
         out = kwargs.get("out")
         if not isinstance(out, DTensor):
             plain = [a.item() if isinstance(a, DTensor) else a for a in args]
-            return func(*plain, **{k: v.item() if isinstance(v, DTensor) else v for k, v in kwargs.items()})
+            return func(
+                *plain,
+                **{k: v.item() if isinstance(v, DTensor) else v for k, v in kwargs.items()},
+            )
         given = {k: v for k, v in kwargs.items() if k in names or k == "generator"}
         if "size" in given and factory in (zeros, ones, empty, rand, randn):
             args = (given.pop("size"),)
         where: Any = {"dtype": out.dtype, "device_mesh": out.device_mesh}
-        shape = func(*args, **{**given, "device": "meta"}).shape if factory is not randperm else (args[0],)
+        shape = (
+            func(*args, **{**given, "device": "meta"}).shape
+            if factory is not randperm
+            else (args[0],)
+        )
         if tuple(shape) != tuple(out.shape):
             raise LayoutError(f"out= has shape {tuple(out.shape)}, the result {tuple(shape)}")
         value = factory(*args, **given, **where, placements=settled(out.layout))

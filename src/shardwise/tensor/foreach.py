@@ -99,11 +99,17 @@ def transport_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Transport:
 def wrap_all(locals_: Sequence[Tensor], specs: Sequence[Spec | None]) -> tuple[Tensor, ...]:
     """Wrap a list of locals; an entry without a spec stays plain."""
     out: list[Any] = []
+    usual = torch.get_default_dtype()  # a wrapper of it is a quarter cheaper
     for local, spec in zip(locals_, specs):
         if spec is None:
             out.append(local)
         elif spec.plain:
-            r = make_wrapper(DTensor, spec.shape, dtype=spec.dtype)
+            dtype = spec.dtype
+            r = (
+                make_wrapper(DTensor, spec.shape)
+                if dtype is usual
+                else make_wrapper(DTensor, spec.shape, dtype=dtype)
+            )
             r._local, r._spec = local, spec
             out.append(r)
         else:
@@ -142,7 +148,7 @@ class Foreach:
         """Look the plan up and run it."""
         if self.named and len(args) > self.named_at and isinstance(args[self.named_at], Tensor):
             args = (*args[: self.named_at], args[self.named_at].tolist())  # a number per entry
-        key: Any = [func, torch.is_grad_enabled()]
+        key: Any = [func, torch.is_grad_enabled(), torch.get_default_dtype()]
         locals_: list[Any] = []
         for a in args:
             kind = type(a)

@@ -19,14 +19,18 @@ from shardwise.tensor.overrides import override
 def _uniform_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("tensor", "a", "b", "generator"), args)) | kwargs
     with torch.no_grad():
-        return given["tensor"].uniform_(given.get("a", 0.0), given.get("b", 1.0), generator=given.get("generator"))
+        return given["tensor"].uniform_(
+            given.get("a", 0.0), given.get("b", 1.0), generator=given.get("generator")
+        )
 
 
 @override(nn.init.normal_)
 def _normal_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("tensor", "mean", "std", "generator"), args)) | kwargs
     with torch.no_grad():
-        return given["tensor"].normal_(given.get("mean", 0.0), given.get("std", 1.0), generator=given.get("generator"))
+        return given["tensor"].normal_(
+            given.get("mean", 0.0), given.get("std", 1.0), generator=given.get("generator")
+        )
 
 
 @override(nn.init.constant_)
@@ -45,7 +49,9 @@ def _kaiming_uniform_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if 0 in x.shape:
         return x
     field = math.prod(x.shape[2:])
-    fan = field * (x.shape[1] if given.get("mode", "fan_in").lower() == "fan_in" else x.shape[0])
+    fan = field * (
+        x.shape[1] if given.get("mode", "fan_in").lower() == "fan_in" else x.shape[0]
+    )
     gain = nn.init.calculate_gain(given.get("nonlinearity", "leaky_relu"), given.get("a", 0))
     bound = math.sqrt(3.0) * (gain / math.sqrt(fan))
     with torch.no_grad():

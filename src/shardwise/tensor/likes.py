@@ -59,14 +59,18 @@ def target_device(x: DTensor, device: Any) -> torch.device:
 def _like_spec(x: DTensor, kwargs: dict[str, Any]) -> Spec:
     """The spec of a new tensor like ``x``."""
     if kwargs.get("layout") not in (None, torch.strided):
-        raise UnsupportedError(f"a DTensor is strided; layout={kwargs['layout']} is not supported")
+        raise UnsupportedError(
+            f"a DTensor is strided; layout={kwargs['layout']} is not supported"
+        )
     memory_format = kwargs.get("memory_format")
     spec, layout = x._spec, settled(x._spec.layout)
     if memory_format not in (None, torch.preserve_format) or not layout.is_contiguous:
         table: dict[Any, Layout] = spec.transport.state.setdefault("likes", {})
         key = (layout, memory_format)
         if key not in table:
-            meta = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+            meta = torch.empty_strided(
+                layout.shape, layout.stride, dtype=layout.dtype, device="meta"
+            )
             got = torch.empty_like(meta, memory_format=memory_format or torch.preserve_format)
             table[key] = layout.with_tensor(layout.shape, got.stride(), layout.dtype)
         layout = table[key]
@@ -79,9 +83,11 @@ def _finished(local: Tensor, spec: Spec, kwargs: dict[str, Any]) -> DTensor:
 
 
 def _like(args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> DTensor:
-    x = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    x: Any = args[0] if args else kwargs.get("input", kwargs.get("self"))
     spec = _like_spec(x, kwargs)
-    return _finished(make_local(make, spec, target_device(x, kwargs.get("device"))), spec, kwargs)
+    return _finished(
+        make_local(make, spec, target_device(x, kwargs.get("device"))), spec, kwargs
+    )
 
 
 @override(torch.empty_like, *overloads("empty_like"))
@@ -126,7 +132,9 @@ def _randn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @random_override(torch.randint_like, *overloads("randint_like"))
 def _randint_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *bounds = args if args else (kwargs["input"],)
-    low, high = (0, *bounds) if len(bounds) == 1 else bounds if bounds else (kwargs.get("low", 0), None)
+    low, high = (
+        (0, *bounds) if len(bounds) == 1 else bounds if bounds else (kwargs.get("low", 0), None)
+    )
     high = kwargs["high"] if high is None else high
     if "high" in kwargs and len(bounds) == 1:
         low = bounds[0]
@@ -143,36 +151,60 @@ def _new_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _new(
-    x: DTensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: Any, make: Make, kwargs: dict[str, Any]
+    x: DTensor,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: Any,
+    make: Make,
+    kwargs: dict[str, Any],
 ) -> DTensor:
     if kwargs.get("layout") not in (None, torch.strided):
-        raise UnsupportedError(f"a DTensor is strided; layout={kwargs['layout']} is not supported")
+        raise UnsupportedError(
+            f"a DTensor is strided; layout={kwargs['layout']} is not supported"
+        )
     layout = settled(x._spec.layout)
     dims = layout.dims if size == layout.shape else ((),) * len(size)
-    spec = spec_of(Layout(layout.mesh, dims, layout.partial, size, stride, dtype), x._spec.transport)
-    return _finished(make_local(make, spec, target_device(x, kwargs.get("device"))), spec, kwargs)
+    spec = spec_of(
+        Layout(layout.mesh, dims, layout.partial, size, stride, dtype), x._spec.transport
+    )
+    return _finished(
+        make_local(make, spec, target_device(x, kwargs.get("device"))), spec, kwargs
+    )
 
 
 def _new_plain(make: Make) -> Callable[..., DTensor]:
     def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         size = _new_size(args[1:], kwargs)
-        return _new(args[0], size, contiguous_stride(size), kwargs.get("dtype") or args[0].dtype, make, kwargs)
+        return _new(
+            args[0],
+            size,
+            contiguous_stride(size),
+            kwargs.get("dtype") or args[0].dtype,
+            make,
+            kwargs,
+        )
 
     return new
 
 
-for _name, _make in (("new_empty", torch.empty), ("new_zeros", torch.zeros), ("new_ones", torch.ones)):
+for _name, _make in (
+    ("new_empty", torch.empty),
+    ("new_zeros", torch.zeros),
+    ("new_ones", torch.ones),
+):
     override(getattr(_T, _name), *overloads(_name))(_new_plain(_make))
 
 
 @override(_T.new_full, *overloads("new_full"))
 def _new_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, *rest = args
-    size, value = (*rest, kwargs.get("size"), kwargs.get("fill_value"))[:2] if len(rest) < 2 else rest
-    value = kwargs["fill_value"] if len(rest) < 2 else value
+    x = args[0]
+    given = dict(zip(("size", "fill_value"), args[1:])) | kwargs
+    value = given["fill_value"]
     value = value.item() if isinstance(value, Tensor) else value
-    size = _new_size((size,) if not isinstance(size, int) else (size,), kwargs)
-    return _new(x, size, contiguous_stride(size), kwargs.get("dtype") or x.dtype, filled(value), kwargs)
+    size = _new_size((given["size"],), kwargs)
+    return _new(
+        x, size, contiguous_stride(size), kwargs.get("dtype") or x.dtype, filled(value), kwargs
+    )
 
 
 @override(_T.new_empty_strided, *overloads("new_empty_strided"))

@@ -176,7 +176,10 @@ def like(x: DTensor, value: Tensor) -> DTensor:
     return have.redistribute(placements=x._spec.layout)
 
 
-@override(_T.set_)
+_set_ops = torch.ops.aten.set_  # it comes through the dispatcher
+
+
+@override(_T.set_, *(getattr(_set_ops, overload) for overload in _set_ops.overloads()))
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.set_(y)``: x becomes another name of y's memory where the layouts agree, and keeps its own where not."""
     x, y = (*args, *kwargs.values())[:2] if len(args) + len(kwargs) > 1 else (args[0], None)

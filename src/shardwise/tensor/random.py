@@ -27,7 +27,8 @@ from shardwise.layout.mesh import Mesh, join
 from shardwise.program.spec import Spec, spec_of
 from shardwise.random import Draw, Like, draw, generator_fingerprint, stream_in_force
 from shardwise.random.draw import draw_bernoulli
-from shardwise.tensor.dispatch import Call, _check_fresh, _check_plain, into_out
+from shardwise.tensor.absent import Absent
+from shardwise.tensor.dispatch import Call, _check_fresh, _check_plain, _operands, into_out
 from shardwise.tensor.dtensor import DTensor, place, wrap
 from shardwise.tensor.overrides import OVERRIDES, Handler
 from shardwise.tensor.whole import run_whole, write_into
@@ -66,7 +67,11 @@ def in_step(mesh: Mesh, transport: Transport, generator: Generator | None = None
             "the ranks' torch generators are out of step: call torch.manual_seed(seed) with the same seed on all "
             "ranks, or shardwise.manual_seed(seed)"
         )
-    if transport.name == "threads" and shared is not None and len({s for _, s in everyone}) < len(everyone):
+    if (
+        transport.name == "threads"
+        and shared is not None
+        and len({s for _, s in everyone}) < len(everyone)
+    ):
         counts[mesh] = 0
         raise ShardError(
             "virtual ranks share one torch.Generator, so they cannot be in step: make one inside the function that "
@@ -74,13 +79,15 @@ def in_step(mesh: Mesh, transport: Transport, generator: Generator | None = None
         )
 
 
-def _stream(transport: Transport, generator: Generator | None, default: Like | None) -> Like | None:
+def _stream(
+    transport: Transport, generator: Generator | None, default: Like | None
+) -> Like | None:
     """The stream to draw from. A recompute in backward (checkpointing) takes the one that forward took.
 
     Forward may have run inside ``with rng(...)`` and backward outside it, so what `rng` chose is remembered
     by the state of the generator.
     """
-    chosen = stream_in_force("torch")
+    chosen: Like = stream_in_force("torch")
     explicit = chosen == stream_in_force("philox")
     like = chosen if explicit else default
     seen: dict[int, Like] = transport.state.setdefault("streams", {})
@@ -115,7 +122,11 @@ def prepare(
 
 
 def drawn(
-    what: Draw, spec: Spec, device: torch.device, generator: Generator | None = None, default: Like | None = None
+    what: Draw,
+    spec: Spec,
+    device: torch.device,
+    generator: Generator | None = None,
+    default: Like | None = None,
 ) -> Tensor:
     """This rank's piece of a random tensor, in memory order; replicated over pending axes.
 
@@ -131,12 +142,26 @@ def drawn(
         what = Draw("normal_strided", what.params)
     like = prepare(spec, device, generator, default)
     order = memory_order(layout)
-    return draw(what, layout.shape, spec.offsets, spec.local_shape, spec.dtype, device, generator, like, order)
+    return draw(
+        what,
+        layout.shape,
+        spec.offsets,
+        spec.local_shape,
+        spec.dtype,
+        device,
+        generator,
+        like,
+        order,
+    )
 
 
 def settled(layout: Layout) -> Layout:
     """The layout, replicated over the axes with a pending reduction."""
-    return layout.with_placement(layout.dims, (None,) * layout.mesh.ndim) if layout.is_partial else layout
+    return (
+        layout.with_placement(layout.dims, (None,) * layout.mesh.ndim)
+        if layout.is_partial
+        else layout
+    )
 
 
 def kept(value: Tensor, spec: Spec) -> Tensor:
@@ -205,7 +230,10 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "geometric": ("p",),
     "bernoulli": ("p",),
 }
-_DEFAULTS = {"mean": {"normal": 0.0, "log_normal": 1.0}, "std": {"normal": 1.0, "log_normal": 2.0}}
+_DEFAULTS = {
+    "mean": {"normal": 0.0, "log_normal": 1.0},
+    "std": {"normal": 1.0, "log_normal": 2.0},
+}
 _OTHERS = {"from": 0.0, "to": 1.0, "lambd": 1.0, "median": 0.0, "sigma": 1.0, "p": 0.5}
 
 
@@ -215,7 +243,10 @@ def _in_place(kind: str) -> Handler:
 
     def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, *given = args
-        params = [*given, *(kwargs.get(n, d) for n, d in list(zip(names, defaults))[len(given) :])]
+        params = [
+            *given,
+            *(kwargs.get(n, d) for n, d in list(zip(names, defaults))[len(given) :]),
+        ]
         generator = kwargs.get("generator")
         if kind == "bernoulli" and isinstance(params[0], Tensor):
             return _bernoulli_by_tensor(x, params[0], generator)
@@ -264,7 +295,11 @@ def _coins(spec: Spec, p: Tensor, generator: Generator | None) -> Tensor:
         local = place(p, layout.dims, layout.partial, layout.mesh)
     else:
         _check_once(torch.bernoulli, [p], layout.mesh, spec.transport)
-        local = p[tuple(slice(o, o + n) for o, n in zip(spec.offsets, spec.local_shape))] if p.ndim else p
+        local = (
+            p[tuple(slice(o, o + n) for o, n in zip(spec.offsets, spec.local_shape))]
+            if p.ndim
+            else p
+        )
     like = prepare(spec, local.device, generator)
     order = memory_order(layout) or tuple(range(layout.ndim))
     if local.device.type == "meta" or not layout.numel:
@@ -290,7 +325,9 @@ class _Sample(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return None, *(
+            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like
+        )
 
 
 def _sample(value: DTensor, *parameters: Any) -> DTensor:
@@ -305,18 +342,23 @@ def _row_major(spec: Spec, shape: torch.Size, dtype: torch.dtype) -> Spec:
     layout = spec.layout
     lead = len(shape) - layout.ndim
     dims = tuple(
-        layout.dims[d - lead] if d >= lead and layout.shape[d - lead] == n else () for d, n in enumerate(shape)
+        layout.dims[d - lead] if d >= lead and layout.shape[d - lead] == n else ()
+        for d, n in enumerate(shape)
     )
     whole = tuple(shape)
     none = (None,) * layout.mesh.ndim
-    return spec_of(Layout(layout.mesh, dims, none, whole, boxes.contiguous_stride(whole), dtype), spec.transport)
+    return spec_of(
+        Layout(layout.mesh, dims, none, whole, boxes.contiguous_stride(whole), dtype),
+        spec.transport,
+    )
 
 
 @random_override(torch.bernoulli, _T.bernoulli, *overloads("bernoulli"))
 def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("input", "p")
     given = dict(zip(names, args)) | kwargs
-    x, p = given.get("input", given.get("self")), given.get("p")
+    x: Any = given.get("input", given.get("self"))
+    p = given.get("p")
     first: Any = x if isinstance(x, DTensor) else p
     _check_fresh(first)
     spec = _row_major(first._spec, x.shape, x.dtype)
@@ -333,7 +375,9 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mean, std, generator = given.get("mean", 0.0), given.get("std", 1.0), given.get("generator")
     tensors = [t for t in (mean, std) if isinstance(t, DTensor)]
     if not tensors:
-        raise LayoutError("torch.normal: neither mean nor std is a DTensor; use shardwise.randn")
+        raise LayoutError(
+            "torch.normal: neither mean nor std is a DTensor; use shardwise.randn"
+        )
     first = tensors[0]
     for t in tensors:
         _check_fresh(t)
@@ -353,6 +397,8 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def run_in_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather, and run whole on every rank with its own generator: in step, so with equal results."""
     call = Call(func, args, kwargs, lifts=False)
+    if next(t for t in call.tensors if isinstance(t, DTensor))._spec.coord is None:
+        return Absent(func, _operands(call, func), None)(call, args, kwargs)
     tensors = [t for t in call.tensors if isinstance(t, DTensor)]
     mesh = join([t._spec.layout.mesh for t in tensors])
     plain = [t for t in call.tensors if not isinstance(t, DTensor)]
@@ -387,10 +433,14 @@ def _rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("logits", "tau", "hard", "eps", "dim"), args)) | kwargs
     logits, tau, dim = given["logits"], given.get("tau", 1), given.get("dim", -1)
-    gumbels = -torch.empty_like(logits, memory_format=torch.contiguous_format).exponential_().log()
+    gumbels = (
+        -torch.empty_like(logits, memory_format=torch.contiguous_format).exponential_().log()
+    )
     soft = ((logits + gumbels) / tau).softmax(dim)
     if not given.get("hard", False):
         return soft
     index = soft.max(dim, keepdim=True)[1]
-    one_hot = torch.zeros_like(logits, memory_format=torch.contiguous_format).scatter_(dim, index, 1.0)
+    one_hot = torch.zeros_like(logits, memory_format=torch.contiguous_format).scatter_(
+        dim, index, 1.0
+    )
     return one_hot - soft.detach() + soft

@@ -17,10 +17,14 @@ def _reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     x, name = args[0], func.__name__
     local = x._local
     if local.requires_grad and local.is_leaf:
-        raise UnsupportedError(f"{name} of a leaf that requires grad; use the form that returns a new tensor")
+        raise UnsupportedError(
+            f"{name} of a leaf that requires grad; use the form that returns a new tensor"
+        )
     y = getattr(_T, name[:-1])(x, *args[1:], **kwargs)
     if "_view_of" in y.__dict__ and "_view_of" not in x.__dict__ and local._is_view():
-        raise AliasError(f"{name} needs communication here, and would cut this view from its base; use x.{name[:-1]}()")
+        raise AliasError(
+            f"{name} needs communication here, and would cut this view from its base; use x.{name[:-1]}()"
+        )
     spec = y._spec if "_view_of" in x.__dict__ else y._spec.guards or y._spec
     x._become(y._local, spec)
     return x

@@ -21,12 +21,24 @@ Restore = Callable[[DTensor], None]
 
 # They change the object, not the values.
 _NO_WRITES = frozenset(
-    ("requires_grad_", "detach_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "share_memory_")
+    (
+        "requires_grad_",
+        "detach_",
+        "t_",
+        "transpose_",
+        "swapaxes_",
+        "swapdims_",
+        "squeeze_",
+        "unsqueeze_",
+        "share_memory_",
+    )
 )
 _RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten", "ravel"))
 
 
-def restorer(func: Any, base: DTensor, args: tuple[Any, ...], shape: tuple[int, ...]) -> Restore | None:
+def restorer(
+    func: Any, base: DTensor, args: tuple[Any, ...], shape: tuple[int, ...]
+) -> Restore | None:
     """How the value of a moved view gets back into its base; None where that is not known.
 
     Args:
@@ -67,7 +79,10 @@ def write_to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
         raise AliasError(
             f"{func.__name__} would write into a view that needed communication: it is a copy, and the write "
             "would not reach its base.",
-            tries=["write into the base: x[index] = value", "clone() the view, if the base is to stay"],
+            tries=[
+                "write into the base: x[index] = value",
+                "clone() the view, if the base is to stay",
+            ],
         )
     layout = view._spec.layout
     value = view.clone()

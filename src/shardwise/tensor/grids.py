@@ -1,4 +1,4 @@
-"""Views answered by hand: those that take a shape from another tensor, and those that change one in place."""
+"""Tensors brought to a common shape by views, and calls on storage, which a DTensor has in pieces."""
 
 from __future__ import annotations
 
@@ -8,31 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardError, UnsupportedError
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.layout.layout import Layout
 from shardwise.program.spec import spec_of
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.overrides import OVERRIDES, override
 
 _T = torch.Tensor
-
-
-# -- the shape of another tensor, or of all together -----------------------------------------------
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
-    given = dict(zip(names, args)) | kwargs
-    return [given[name] for name in names]
-
-
-@override(_T.view_as, _T.reshape_as)
-def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, other = _named(args, kwargs, "self", "other")
-    return x.view(other.shape) if func is _T.view_as else x.reshape(other.shape)
-
-
-@override(_T.expand_as)
-def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, other = _named(args, kwargs, "self", "other")
-    return x.expand(other.shape)
 
 
 @override(torch.functional.broadcast_tensors)
@@ -47,7 +29,7 @@ def _meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     indexing = kwargs.get("indexing") or "ij"
     if indexing not in ("ij", "xy"):
-        raise ShardError(f"meshgrid: indexing must be 'ij' or 'xy', got {indexing!r}")
+        raise LayoutError(f"meshgrid: indexing must be 'ij' or 'xy', got {indexing!r}")
     order = list(range(len(tensors)))
     if indexing == "xy" and len(tensors) > 1:
         order[:2] = 1, 0
@@ -88,38 +70,11 @@ OVERRIDES[torch.functional.atleast_2d] = _for_each(_atleast(2))
 OVERRIDES[torch.functional.atleast_3d] = _for_each(_atleast(3))
 
 
-# -- in place --------------------------------------------------------------------------------------
-def _in_place(name: str) -> Any:
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x: Any = args[0]
-        if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
-            raise ShardError(
-                f"a leaf that requires grad is used in an in-place operation ({name}_)"
-            )
-        view: Any = getattr(_T, name)(*args, **kwargs)
-        x._become(view._local, view._spec)
-        if (
-            "_view_of" in view.__dict__ and "_view_of" not in x.__dict__
-        ):  # moved: x itself is the copy now
-            x._spec = view._spec.guards or view._spec
-        return x
-
-    return handler
-
-
-for _name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"):
-    OVERRIDES[getattr(_T, _name + "_")] = _in_place(_name)
-    if hasattr(torch, _name + "_"):
-        OVERRIDES[getattr(torch, _name + "_")] = _in_place(_name)
-
-
-@override(
-    _T.resize_, _T.resize_as_, torch.resize_as_, _T.as_strided_, torch.as_strided_, _T.set_
-)
+@override(_T.resize_, _T.resize_as_, torch.resize_as_, _T.as_strided_, torch.as_strided_)
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(
-        f"{func.__name__} works on storage, which a DTensor has in pieces; "
-        "use reshape, expand or slices, or a new tensor"
+        f"{func.__name__} works on storage, which a DTensor has in pieces.",
+        tries=["reshape, expand or slices, which return a new tensor"],
     )
 
 
@@ -128,8 +83,11 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     x: Any = args[0]
     if not isinstance(x, DTensor) or not x._spec.layout.is_replicated:
         raise UnsupportedError(
-            "as_strided reads storage, which a sharded tensor has in pieces; use reshape, unfold or slices, "
-            "or gather first: x.redistribute(placements=[Replicate()])"
+            "as_strided reads storage, which a sharded tensor has in pieces.",
+            tries=[
+                "reshape, unfold or slices",
+                "x.redistribute(placements=[Replicate()]) first",
+            ],
         )
     whole = func(x._local, *args[1:], **kwargs)
     layout = Layout.of(x._spec.layout.mesh, None, whole.shape, whole.stride(), whole.dtype)
