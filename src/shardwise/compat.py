@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import torch
@@ -139,3 +141,70 @@ def on_load(wrapped: Any) -> None:
         return wrapped(original, self, *args, **kwargs)
 
     torch.nn.Module._load_from_state_dict = load
+
+
+def on_compare(convert: Any) -> None:
+    """Let ``torch.testing.assert_close`` see ``convert(tensor)`` in place of each tensor."""
+    pair = torch.testing._comparison.TensorLikePair
+    original = pair._to_tensor
+    pair._to_tensor = lambda self, tensor_like: original(self, convert(tensor_like))
+
+
+def hide_from_dynamo(package: str, *deep: Any) -> None:
+    """Run the functions of a package's loaded modules as they are under ``torch.compile``, at no cost per call.
+
+    Args:
+        package: Its name.
+        *deep: Functions below which nothing is compiled either, and at whose calls the graph breaks.
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    skip, default = _FrameAction.SKIP, _FrameAction.DEFAULT
+    shallow, whole = _FrameExecStrategy(skip, default), _FrameExecStrategy(skip, skip)
+
+    def mark(code: Any, strategy: Any) -> None:
+        set_code_exec_strategy(code, strategy)
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                mark(inner, strategy)
+
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(package + "."):
+            for value in list(vars(module).values()):
+                if getattr(value, "__module__", None) == name:
+                    members = vars(value).values() if isinstance(value, type) else (value,)
+                    for code in _codes(members):
+                        mark(code, shallow)
+    for function in deep:
+        function._torchdynamo_disable = True
+        mark(function.__code__, whole)
+
+
+def _codes(members: Any) -> Any:
+    for member in members:
+        for function in (member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset", "__wrapped__"))):
+            if isinstance(function, types.FunctionType):
+                yield function.__code__
+
+
+# Where forward-mode derivatives begin and end.
+FORWARD_MODE: tuple[Any, ...] = (torch._VF._make_dual, torch._VF._unpack_dual)
+
+jit_tracing: Any = torch._C._get_tracing_state
+
+
+def on_jit_trace(check: Any) -> None:
+    """Let ``check(function or module, flat inputs)`` look before ``torch.jit.trace`` records."""
+    jit, leaves = torch.jit._trace, torch.utils._pytree.tree_leaves
+    trace, trace_module = jit._trace_impl, jit.trace_module
+
+    def checked(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        check(func, leaves((example_inputs, kwargs.get("example_kwarg_inputs"))))
+        return trace(func, example_inputs, *args, **kwargs)
+
+    def checked_module(mod: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        check(mod, leaves(inputs))
+        return trace_module(mod, inputs, *args, **kwargs)
+
+    jit._trace_impl = checked
+    jit.trace_module = torch.jit.trace_module = checked_module

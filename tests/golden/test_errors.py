@@ -267,20 +267,20 @@ StrictError: linalg_inv: no rule for aten.linalg_inv_ex.default in this layout, 
 
 
 def test_shapes_that_do_not_fit_although_the_pieces_would() -> None:
-    assert_expected_inline(told(lambda rank: data() @ data()), """""")
-    assert_expected_inline(told(lambda rank: data() + data(shape=(2, 6))), """""")
+    assert_expected_inline(told(lambda rank: data() @ data()), """RuntimeError: a and b must have same reduction dim, but got [4, 6] X [4, 6].""")
+    assert_expected_inline(told(lambda rank: data() + data(shape=(2, 6))), """RuntimeError: Attempting to broadcast a dimension of length 2 at -2! Mismatching argument at index 1 had (2, 6); but expected shape should be broadcastable to [4, 6]""")
     assert_expected_inline(
         told(
             lambda rank: nn.functional.linear(
                 data(R, Shard(1)), data(R, Shard(1), shape=(3, 4))
             )
         ),
-        """""",
+        """RuntimeError: a and b must have same reduction dim, but got [4, 6] X [4, 3].""",
     )
 
 
 def test_results_that_cannot_be_kept_in_place() -> None:
-    assert_expected_inline(told(lambda rank: data(shape=(4, 1)).add_(data())), """""")
+    assert_expected_inline(told(lambda rank: data(shape=(4, 1)).add_(data())), """RuntimeError: output with shape [4, 1] doesn't match the broadcast shape [4, 6]""")
     assert_expected_inline(
         told(lambda rank: data(R, Shard(0)).long().mul_(data(Shard(0)))), """"""
     )
@@ -384,10 +384,23 @@ def test_gradients() -> None:
     def doubled() -> DTensor:
         return data().requires_grad_() * 2
 
-    assert_expected_inline(told(lambda rank: doubled().backward()), """""")
-    assert_expected_inline(told(lambda rank: doubled().backward(data(shape=(2, 6)))), """""")
-    assert_expected_inline(told(lambda rank: doubled().backward(elsewhere((4, 6)))), """""")
-    assert_expected_inline(told(lambda rank: data().sum().backward()), """""")
+    assert_expected_inline(told(lambda rank: doubled().backward()), """\
+GradientError: grad can be implicitly created only for scalar outputs, not for shape (4, 6).
+  in     torch.autograd.backward(tensors: [f32[4, 6] {dp: S(0), tp: S(1)}])
+  at     train.py:31
+  try    - reduce it first: x.sum().backward()
+         - pass a gradient of the same shape""")
+    assert_expected_inline(told(lambda rank: doubled().backward(data(shape=(2, 6)))), """\
+LayoutError: a gradient of shape (2, 6) for a tensor of shape (4, 6)
+  in     torch.autograd.backward(tensors: [f32[4, 6] {dp: S(0), tp: S(1)}], grad_tensors: f32[2, 6] {dp: S(0), tp: S(1)})
+  at     train.py:31""")
+    assert_expected_inline(told(lambda rank: doubled().backward(elsewhere((4, 6)))), """\
+MeshError: a layout on DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3)) cannot be read on DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3): it is no slice of it.
+  in     torch.autograd.backward(tensors: [f32[4, 6] {dp: S(0), tp: S(1)}], grad_tensors: f32[4, 6] {pp: R})
+  at     train.py:31
+  mesh   DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3)
+         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""")
+    assert_expected_inline(told(lambda rank: data().sum().backward()), """RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn""")
 
 
 def test_gradients_that_are_set() -> None:

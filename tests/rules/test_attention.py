@@ -1,4 +1,5 @@
 """Attention: batch, heads and queries cut without communication; dropout from the stream in force."""
+# ruff: noqa: B023  (every lambda is called before its loop goes on)
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
 
-from shardwise import Partial, Replicate, Shard
+from shardwise import CommLog, Partial, Replicate, Shard
 from shardwise.comm.meshes import init_device_mesh
 from shardwise.random import rng
 from shardwise.simulate import simulate
@@ -29,8 +30,14 @@ def rand(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def qkv(batch: int = 3, heads: int = 3, queries: int = 5, keys: int = 4, kv_heads: int = 3) -> list[Tensor]:
-    return [rand(batch, heads, queries, 2), rand(batch, kv_heads, keys, 2), rand(batch, kv_heads, keys, 2)]
+def qkv(
+    batch: int = 3, heads: int = 3, queries: int = 5, keys: int = 4, kv_heads: int = 3
+) -> list[Tensor]:
+    return [
+        rand(batch, heads, queries, 2),
+        rand(batch, kv_heads, keys, 2),
+        rand(batch, kv_heads, keys, 2),
+    ]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -38,9 +45,13 @@ def test_attention(causal: bool) -> None:
     call = partial(attend, is_causal=causal)
     assert not sweep(call, *qkv(), meshes=((2,), (2, 2)))
     assert not sweep(call, *qkv(queries=2, keys=7), meshes=((4,),))
-    assert not sweep(partial(call, scale=0.3), rand(2, 3, 3), rand(2, 4, 3), rand(2, 4, 5), meshes=((2,),))
+    assert not sweep(
+        partial(call, scale=0.3), rand(2, 3, 3), rand(2, 4, 3), rand(2, 4, 5), meshes=((2,),)
+    )
     assert not sweep(call, rand(3, 3), rand(4, 3), rand(4, 3), meshes=((2,),))
-    assert not sweep(call, rand(2, 2, 1, 3, 4), rand(2, 2, 1, 3, 4), rand(2, 2, 1, 3, 4), meshes=((2,),))
+    assert not sweep(
+        call, rand(2, 2, 1, 3, 4), rand(2, 2, 1, 3, 4), rand(2, 2, 1, 3, 4), meshes=((2,),)
+    )
 
 
 def test_transposed_operands_keep_their_order() -> None:
@@ -62,7 +73,9 @@ def test_transposed_operands_keep_their_order() -> None:
     assert all(simulate(on_rank, 2)), "the reshape after attention copies nothing"
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (1, 4), (3, 1, 1, 4), (3, 3, 5, 4), (1, 3, 5, 1), (3, 5, 4)])
+@pytest.mark.parametrize(
+    "shape", [(5, 4), (1, 4), (3, 1, 1, 4), (3, 3, 5, 4), (1, 3, 5, 1), (3, 5, 4)]
+)
 def test_masks(shape: tuple[int, ...]) -> None:
     boolean = torch.rand(shape) > 0.4
     boolean[..., :1] = True
@@ -76,7 +89,11 @@ def test_grouped_heads(kv_heads: int) -> None:
     for causal in (False, True):
         call = partial(attend, enable_gqa=True, is_causal=causal)
         assert not sweep(call, *operands, meshes=((4,), (2, 2)))
-    assert not sweep(partial(attend, enable_gqa=True), *qkv(2, 6, 3, 4, 3 if kv_heads == 4 else kv_heads), meshes=((4,),))
+    assert not sweep(
+        partial(attend, enable_gqa=True),
+        *qkv(2, 6, 3, 4, 3 if kv_heads == 4 else kv_heads),
+        meshes=((4,),),
+    )
 
 
 def test_what_moves() -> None:
@@ -84,7 +101,12 @@ def test_what_moves() -> None:
     for dim in (0, 1):
         assert bytes_moved(attend, operands, (2,), ((S(dim),),) * 3) == 0
     for causal in (False, True):
-        assert bytes_moved(partial(attend, is_causal=causal), operands, (2,), ((S(2),), (R,), (R,))) == 0
+        assert (
+            bytes_moved(
+                partial(attend, is_causal=causal), operands, (2,), ((S(2),), (R,), (R,))
+            )
+            == 0
+        )
     assert bytes_moved(attend, operands, (2, 2), ((S(0), S(1)),) * 3) == 0
     grouped = partial(attend, enable_gqa=True)
     few = qkv(4, 4, 4, 4, 2)
@@ -94,7 +116,9 @@ def test_what_moves() -> None:
     one = qkv(4, 4, 4, 4, 1)
     assert bytes_moved(grouped, one, (4,), ((S(1),), (R,), (R,))) == 0
     mask = torch.ones(4, 1, 4, 4, dtype=torch.bool)
-    assert bytes_moved(attend, [*operands, mask], (2,), ((S(0),), (S(0),), (S(0),), (S(0),))) == 0
+    assert (
+        bytes_moved(attend, [*operands, mask], (2,), ((S(0),), (S(0),), (S(0),), (S(0),))) == 0
+    )
     assert bytes_moved(partial(attend, dropout_p=0.5), operands, (2,), ((S(1),),) * 3) == 0
 
 
@@ -127,7 +151,11 @@ def test_dropout_of_the_default_stream_does_not_depend_on_the_layout() -> None:
 
 # -- modules ----------------------------------------------------------------------------------------
 def same_as_one_device(
-    make: Callable[[], nn.Module], call: Callable[..., Any], *inputs: Tensor, dims: tuple[int, ...] = (0, 1), train: bool = True
+    make: Callable[[], nn.Module],
+    call: Callable[..., Any],
+    *inputs: Tensor,
+    dims: tuple[int, ...] = (0, 1),
+    train: bool = True,
 ) -> None:
     """Outputs and gradients of a module with a cut input equal those of one device."""
     torch.manual_seed(3)
@@ -141,7 +169,10 @@ def same_as_one_device(
         mesh = init_device_mesh("cpu", (2,))
         torch.manual_seed(3)
         ours = distribute_module(make().double().train(train), mesh)
-        got = call(ours, *(distribute_tensor(x, mesh, [S(dim)] if x.ndim == 3 else None) for x in inputs))
+        got = call(
+            ours,
+            *(distribute_tensor(x, mesh, [S(dim)] if x.ndim == 3 else None) for x in inputs),
+        )
         got = [g for g in (got if isinstance(got, tuple) else (got,)) if g is not None]
         for g, w in zip(got, want, strict=True):
             assert torch.allclose(g.full_tensor(), w), "the output differs"
@@ -150,7 +181,9 @@ def same_as_one_device(
             if grads[name] is None:
                 assert p.grad is None
             else:
-                assert torch.allclose(p.grad.full_tensor(), grads[name]), f"the gradient of {name} differs"
+                assert torch.allclose(p.grad.full_tensor(), grads[name]), (
+                    f"the gradient of {name} differs"
+                )
 
     for dim in dims:
         simulate(partial(lambda d, rank: on_rank(d), dim), 2)
@@ -162,7 +195,12 @@ def test_multi_head_self_attention(weights: bool, batch_first: bool) -> None:
     make = partial(nn.MultiheadAttention, 6, 3, batch_first=batch_first)
     x = rand(3, 4, 6)
     same_as_one_device(make, lambda m, x: m(x, x, x, need_weights=weights), x)
-    same_as_one_device(make, lambda m, x: m(x, x, x, need_weights=weights, average_attn_weights=False), x, train=False)
+    same_as_one_device(
+        make,
+        lambda m, x: m(x, x, x, need_weights=weights, average_attn_weights=False),
+        x,
+        train=False,
+    )
 
 
 def test_multi_head_masks_and_cross_attention() -> None:
@@ -181,7 +219,9 @@ def test_multi_head_masks_and_cross_attention() -> None:
         {"attn_mask": rand(4, 4)},
     ):
         for weights in (False, True):
-            same_as_one_device(make, lambda m, x: m(x, x, x, need_weights=weights, **options), x, dims=(0,))
+            same_as_one_device(
+                make, lambda m, x: m(x, x, x, need_weights=weights, **options), x, dims=(0,)
+            )
     same_as_one_device(make, lambda m, x, y: m(x, y, y), x, y, dims=(0,))
     same_as_one_device(make, lambda m, x, y, z: m(x, y, z), x, y, rand(3, 5, 6), dims=(0,))
     same_as_one_device(make, lambda m, x: m(x[0], x[0], x[0]), x)
@@ -193,7 +233,9 @@ def test_multi_head_rare_options() -> None:
         make = partial(nn.MultiheadAttention, 6, 3, **options)
         same_as_one_device(make, lambda m, x: m(x, x, x), x)
     apart = partial(nn.MultiheadAttention, 6, 3, kdim=4, vdim=5, batch_first=True)
-    same_as_one_device(apart, lambda m, x, y, z: m(x, y, z), x, rand(3, 5, 4), rand(3, 5, 5), dims=(0,))
+    same_as_one_device(
+        apart, lambda m, x, y, z: m(x, y, z), x, rand(3, 5, 4), rand(3, 5, 5), dims=(0,)
+    )
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -202,11 +244,15 @@ def test_transformer_layers(train: bool) -> None:
     layer = partial(nn.TransformerEncoderLayer, 6, 2, 8, dropout=0.0, batch_first=True)
     same_as_one_device(layer, lambda m, x: m(x), x, train=train)
     causal = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
-    same_as_one_device(layer, lambda m, x: m(x, src_mask=causal, is_causal=True), x, train=train, dims=(0,))
+    same_as_one_device(
+        layer, lambda m, x: m(x, src_mask=causal, is_causal=True), x, train=train, dims=(0,)
+    )
     padding = torch.zeros(3, 4, dtype=torch.bool)
     padding[0, 3:] = True
     stack = partial(lambda: nn.TransformerEncoder(layer(), 2))
-    same_as_one_device(stack, lambda m, x: m(x, src_key_padding_mask=padding), x, train=train, dims=(0,))
+    same_as_one_device(
+        stack, lambda m, x: m(x, src_key_padding_mask=padding), x, train=train, dims=(0,)
+    )
 
 
 def test_transformer_layer_in_no_grad_eval() -> None:
@@ -220,9 +266,66 @@ def test_transformer_layer_in_no_grad_eval() -> None:
     def on_rank() -> None:
         mesh = init_device_mesh("cpu", (2,))
         torch.manual_seed(3)
-        ours = distribute_module(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval(), mesh)
+        ours = distribute_module(
+            nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval(), mesh
+        )
         with torch.no_grad():
             got = ours(distribute_tensor(x, mesh, [S(0)]))
         assert torch.allclose(got.full_tensor(), want, atol=1e-6)
+
+    simulate(on_rank, 2)
+
+
+def test_modules_gather_nothing() -> None:
+    x = rand(4, 3, 6)
+
+    def on_rank(make: Callable[[], nn.Module], call: Callable[..., Any]) -> int:
+        mesh = init_device_mesh("cpu", (2,))
+        module, cut = (
+            distribute_module(make().double(), mesh),
+            distribute_tensor(x, mesh, [S(0)]),
+        )
+        with CommLog() as log:
+            call(module, cut)
+        return log.bytes
+
+    attention = partial(nn.MultiheadAttention, 6, 3, batch_first=True)
+    layer = partial(nn.TransformerEncoderLayer, 6, 2, 8, dropout=0.0, batch_first=True)
+    for make, call in (
+        (attention, lambda m, x: m(x, x, x, need_weights=False)),
+        (attention, lambda m, x: m(x, x, x)),
+        (layer, lambda m, x: m(x)),
+    ):
+        assert simulate(partial(lambda m, c, rank: on_rank(m, c), make, call), 2) == [0, 0]
+
+
+def test_cut_heads_leave_a_pending_sum() -> None:
+    """Projections cut by heads, as in tensor parallelism: nothing moves before the output is used."""
+    q, k, v = rand(4, 3, 6), rand(4, 5, 4), rand(4, 5, 4)
+    make = partial(nn.MultiheadAttention, 6, 2, kdim=4, vdim=4, batch_first=True)
+    torch.manual_seed(3)
+    module = make().double()
+    want = module(q, k, v, need_weights=False)[0]
+    want.square().sum().backward()
+
+    def cut(name: str, module: nn.Module, mesh: Any) -> None:
+        for key, p in list(module.named_parameters(recurse=False)):
+            rows = [S(0)] if key.endswith("proj_weight") else [S(1)] if key == "weight" else [R]
+            module.register_parameter(
+                key, nn.Parameter(distribute_tensor(p.detach(), mesh, rows))
+            )
+
+    def on_rank() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(3)
+        ours = distribute_module(make().double(), mesh, cut)
+        with CommLog() as log:
+            got = ours(*(distribute_tensor(x, mesh) for x in (q, k, v)), need_weights=False)[0]
+        assert sum(e.bytes for e in log.events if e.kind not in ("broadcast", "scatter")) == 0
+        assert got.placements == (P,)
+        assert torch.allclose(got.full_tensor(), want)
+        got.square().sum().backward()
+        for p, w in zip(ours.parameters(), module.parameters()):
+            assert torch.allclose(p.grad.full_tensor(), w.grad)
 
     simulate(on_rank, 2)

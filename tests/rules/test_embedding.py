@@ -30,7 +30,9 @@ def test_embedding(table: torch.Tensor, padding: int | None) -> None:
 def test_embedding_of_few_rows_and_few_ids(table: torch.Tensor) -> None:
     assert not sweep(lambda i, w: F.embedding(i, w), IDS[:1, :1] % 3, table[:3], meshes=((4,),))
     assert not sweep(lambda i, w: F.embedding(i, w), torch.tensor(2), table[:3], meshes=((4,),))
-    assert not sweep(lambda i, w: F.embedding(i.view(1, 3, 3, 1), w), IDS, table, meshes=((2,),))
+    assert not sweep(
+        lambda i, w: F.embedding(i.view(1, 3, 3, 1), w), IDS, table, meshes=((2,),)
+    )
 
 
 def test_torch_and_aten_forms(table: torch.Tensor) -> None:
@@ -48,7 +50,10 @@ def test_gradients_by_frequency_and_sparse(table: torch.Tensor) -> None:
         i = distribute_tensor(IDS, mesh, [S(0)])
         F.embedding(i, w, sparse=True).sum().backward()
         assert not w.grad.is_sparse, "a dense gradient has a layout"
-        assert torch.equal(w.grad.full_tensor(), torch.bincount(IDS.reshape(-1), minlength=7).double()[:, None].expand(7, 5))
+        assert torch.equal(
+            w.grad.full_tensor(),
+            torch.bincount(IDS.reshape(-1), minlength=7).double()[:, None].expand(7, 5),
+        )
 
     simulate(on_rank, 2)
 
@@ -83,17 +88,31 @@ def test_nothing_is_gathered(table: torch.Tensor) -> None:
 def test_bags(table: torch.Tensor, mode: str) -> None:
     assert not sweep(lambda i, w: F.embedding_bag(i, w, mode=mode, padding_idx=2), IDS, table)
     flat, starts = IDS.reshape(-1), torch.tensor([0, 4, 4])
-    assert not sweep(lambda i, w, o: F.embedding_bag(i, w, o, mode=mode), flat, table, starts, meshes=((2,),))
+    assert not sweep(
+        lambda i, w, o: F.embedding_bag(i, w, o, mode=mode), flat, table, starts, meshes=((2,),)
+    )
     last = torch.tensor([0, 4, 9])
     assert not sweep(
-        lambda i, w, o: F.embedding_bag(i, w, o, mode=mode, include_last_offset=True), flat, table, last, meshes=((2,),)
+        lambda i, w, o: F.embedding_bag(i, w, o, mode=mode, include_last_offset=True),
+        flat,
+        table,
+        last,
+        meshes=((2,),),
     )
     for combo in (((S(0),), (R,)), ((R,), (S(1),))):
-        assert bytes_moved(lambda i, w: F.embedding_bag(i, w, mode=mode), [IDS, table], (2,), combo) == 0
+        assert (
+            bytes_moved(
+                lambda i, w: F.embedding_bag(i, w, mode=mode), [IDS, table], (2,), combo
+            )
+            == 0
+        )
 
 
 def test_weighted_bags(table: torch.Tensor) -> None:
     weights = torch.rand(3, 3, dtype=torch.float64)
     assert not sweep(
-        lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s), IDS, table, weights
+        lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s),
+        IDS,
+        table,
+        weights,
     )

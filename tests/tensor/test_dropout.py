@@ -247,8 +247,7 @@ def test_torch_warns_as_ever() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("like", [None, "torch"])
-def test_checkpoint_draws_the_same_mask(reentrant: bool, like: Any) -> None:
+def test_checkpoint_draws_the_same_mask(reentrant: bool) -> None:
     w0, x0 = torch.randn(6, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
 
     def on_rank(mesh: Any) -> None:
@@ -256,7 +255,12 @@ def test_checkpoint_draws_the_same_mask(reentrant: bool, like: Any) -> None:
             h = F.dropout(F.linear(x, w), 0.5)
             return F.dropout((h * h).sum(-1), 0.3) * torch.rand_like(h[:, 0]).bernoulli_(0.5)
 
-        for placed in [(Shard(0), Replicate()), (Replicate(), Shard(1))]:
+        for like, placed in [
+            ("torch", (Shard(0), Replicate())),
+            (None, (Shard(0), Replicate())),
+            ("torch", (Replicate(), Shard(1))),
+            ("philox", (Replicate(), Shard(1))),
+        ]:
             grads = []
             for saved in (False, True):
                 x = sw.distribute_tensor(x0, mesh, placed).requires_grad_()

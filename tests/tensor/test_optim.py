@@ -529,3 +529,44 @@ def test_gradient_in_another_layout() -> None:
             assert p.placements == own
 
     simulate(on_rank, 4)
+
+
+@pytest.mark.parametrize("form", [LOOP, FOREACH], ids=["loop", "foreach"])
+def test_complex_parameters(form: dict[str, Any]) -> None:
+    t, g = (torch.randn(5, 3, dtype=torch.complex128) for _ in range(2))
+
+    def run(p: Any, g: Any) -> Any:
+        opt = optim.AdamW([p], lr=0.1, amsgrad=True, **form)
+        for step in range(3):
+            p.grad = g * (1.0 + step)
+            opt.step()
+        return p
+
+    want = run(nn.Parameter(t.clone()), g)
+
+    def on_rank() -> None:
+        p, grad = placed([t, g], [((5, 3), (S(0), S(1)))] * 2)
+        assert_same([run(nn.Parameter(p), grad)], [want])
+
+    simulate(on_rank, 4)
+
+
+def test_differentiable_step() -> None:
+    t, w = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+
+    def run(x: Any, w: Any) -> Any:
+        w = w.clone().requires_grad_()
+        q = x.clone().requires_grad_().clone()
+        opt = optim.Adam([q], lr=0.1, differentiable=True)
+        q.grad = w * w
+        opt.step()
+        (q**2).sum().backward()
+        return w.grad
+
+    want = run(t, w)
+
+    def on_rank() -> None:
+        x, y = placed([t, w], [((5, 3), (S(0), S(1)))] * 2)
+        assert_same([run(x, y)], [want])
+
+    simulate(on_rank, 4)

@@ -15,6 +15,7 @@ from shardwise.rules import (  # noqa: F401
     ordering,
     pointwise,
     rearrange,
+    recurrent,
     reduce,
     scan,
     scatter,

@@ -53,12 +53,15 @@ def scaled_dot_product_attention(
         return None
     if attn_mask is not None:
         if attn_mask.ndim > query.ndim or any(
-            n not in (1, want) for n, want in zip(attn_mask.shape[::-1], (key.shape[-2], *shape[-2::-1]))
+            n not in (1, want)
+            for n, want in zip(attn_mask.shape[::-1], (key.shape[-2], *shape[-2::-1]))
         ):
             return None
         ins[attn_mask] = aligned(attn_mask, (*lead, "l", WHOLE))
     special = {"l"} if is_causal else set()
-    local = _Local(query.index, query.ndim, picks, query.shape[-3] // key.shape[-3] if grouped else 1)
+    local = _Local(
+        query.index, query.ndim, picks, query.shape[-3] // key.shape[-3] if grouped else 1
+    )
     return Rule(
         ins,
         ((*lead, "l", "f"),),
@@ -98,7 +101,13 @@ def _result_shape(query: Arg, key: Arg, value: Arg, grouped: bool) -> tuple[int,
 
 
 def _strides(
-    query: Arg, key: Arg, value: Arg, mask: Arg | None, dropout_p: float, shape: tuple[int, ...], grouped: bool
+    query: Arg,
+    key: Arg,
+    value: Arg,
+    mask: Arg | None,
+    dropout_p: float,
+    shape: tuple[int, ...],
+    grouped: bool,
 ) -> tuple[int, ...] | None:
     """The fused kernels return the stride order of the query; the plain one is row-major."""
     fused = (
@@ -110,7 +119,11 @@ def _strides(
         and all(a.layout.stride[-1] == 1 for a in (query, key, value))
         and (mask is None or (mask.ndim in (2, 4) and not mask.requires_grad))
     )
-    return restride(shape, query.layout.stride) if fused and not query.layout.is_contiguous else None
+    return (
+        restride(shape, query.layout.stride)
+        if fused and not query.layout.is_contiguous
+        else None
+    )
 
 
 class _Local:
@@ -142,9 +155,15 @@ class _Local:
     ) -> Tensor:
         """Attention of the queries and heads that are here."""
         if self.picks and "h" in ctx.axes:
-            heads = torch.arange(query.shape[-3], device=query.device) + ctx.start(self.query, self.ndim - 3)
+            heads = torch.arange(query.shape[-3], device=query.device) + ctx.start(
+                self.query, self.ndim - 3
+            )
             heads = heads // self.group
-            key, value, enable_gqa = key.index_select(-3, heads), value.index_select(-3, heads), False
+            key, value, enable_gqa = (
+                key.index_select(-3, heads),
+                value.index_select(-3, heads),
+                False,
+            )
         start = ctx.start(self.query, self.ndim - 2)
         if is_causal and start > 0:
             seen = min(key.shape[-2], start + query.shape[-2])  # no query here sees more
@@ -152,7 +171,13 @@ class _Local:
             attn_mask, is_causal = _causal(query, key, start), False
         if dropout_p == 0:
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         if is_causal:
             attn_mask = _causal(query, key, start)
@@ -160,7 +185,10 @@ class _Local:
             group = query.shape[-3] // max(key.shape[-3], 1)
             key, value = key.repeat_interleave(group, -3), value.repeat_interleave(group, -3)
         shape = (*ctx.outs[0].shape[:-1], ctx.ins[self.query + 1].shape[-2])
-        offsets, sizes = (*ctx.outs[0].offsets[:-1], 0), (*ctx.outs[0].local_shape[:-1], key.shape[-2])
+        offsets, sizes = (
+            (*ctx.outs[0].offsets[:-1], 0),
+            (*ctx.outs[0].local_shape[:-1], key.shape[-2]),
+        )
         dtype = torch.float32 if query.dtype in (torch.float16, torch.bfloat16) else query.dtype
         mask = dropout_mask(shape, offsets, sizes, dtype, query.device, dropout_p)
         return _plain(query, key, value, attn_mask, scale, mask)
@@ -172,7 +200,12 @@ def _causal(query: Tensor, key: Tensor, start: int) -> Tensor:
 
 
 def _plain(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, dropped: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    dropped: Tensor,
 ) -> Tensor:
     """The textbook form, rounded as torch's; halves are computed as floats."""
     dtype = query.dtype

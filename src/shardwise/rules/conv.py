@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 import math
 from typing import Any
 
@@ -21,7 +22,12 @@ def without_empty(ins: dict[Arg, Labels], factors: Sequence[str]) -> frozenset[s
     """
     bad: set[str] = set()
     for factor in factors:
-        where = [(arg, dim) for arg, names in ins.items() for dim, n in enumerate(names) if n == factor]
+        where = [
+            (arg, dim)
+            for arg, names in ins.items()
+            for dim, n in enumerate(names)
+            if n == factor
+        ]
         axes = tuple(dict.fromkeys(a for arg, dim in where for a in arg.layout.dims[dim]))
         if not axes:
             continue
@@ -37,7 +43,9 @@ def _each(value: Any, count: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-def _sizes(input: Arg, weight: Arg, stride: Any, padding: Any, dilation: Any) -> list[int] | None:
+def _sizes(
+    input: Arg, weight: Arg, stride: Any, padding: Any, dilation: Any
+) -> list[int] | None:
     """Spatial sizes of a convolution's result."""
     n = weight.ndim - 2
     steps, spread, kernel = _each(stride, n), _each(dilation, n), weight.shape[2:]
@@ -61,7 +69,9 @@ def _sizes_transposed(
         return None
     return [
         (size - 1) * s - 2 * p + d * (k - 1) + o + 1
-        for size, s, p, o, d, k in zip(input.shape[-n:], steps, pads, more, spread, weight.shape[2:])
+        for size, s, p, o, d, k in zip(
+            input.shape[-n:], steps, pads, more, spread, weight.shape[2:]
+        )
     ]
 
 
@@ -72,8 +82,12 @@ def _strides(input: Arg, weight: Arg, shape: tuple[int, ...]) -> tuple[int, ...]
     order = (0, *range(2, len(shape)), 1)
     for arg in (input, weight):
         last = arg.layout.stride[1] == 1 and not arg.layout.is_contiguous
-        if last and all(arg.layout.stride[a] >= arg.layout.stride[b] for a, b in zip(order, order[1:])):
-            return boxes.restride(shape, [len(shape) - order.index(d) for d in range(len(shape))])
+        if last and all(
+            arg.layout.stride[a] >= arg.layout.stride[b] for a, b in pairwise(order)
+        ):
+            return boxes.restride(
+                shape, [len(shape) - order.index(d) for d in range(len(shape))]
+            )
     return None
 
 
@@ -88,7 +102,13 @@ def _rule(
 ) -> Rule | None:
     """The rule of any convolution; ``regroup(ctx, groups, args, kwargs)`` calls it with other groups."""
     n = weight.ndim - 2
-    if sizes is None or n < 1 or input.ndim not in (n + 1, n + 2) or min(sizes) <= 0 or groups < 1:
+    if (
+        sizes is None
+        or n < 1
+        or input.ndim not in (n + 1, n + 2)
+        or min(sizes) <= 0
+        or groups < 1
+    ):
         return None
     if bias is not None and bias.ndim != 1:
         return None

@@ -56,12 +56,18 @@ def _class_loss(func: Any, *, of_logits: bool) -> None:
         def local(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
             now = bind(names, args, kwargs)
             return loss(
-                ctx, now[names[0]], now["target"], now.get("weight"), now.get("label_smoothing", 0.0)
+                ctx,
+                now[names[0]],
+                now["target"],
+                now.get("weight"),
+                now.get("label_smoothing", 0.0),
             )
 
         special = frozenset(labels[0]) if how == "mean" else frozenset(("c",))
         out = labels[1] if how == "none" else ()
-        return Rule(ins, (out,), special=special, local=local, out_shapes=(shape if out else (),))
+        return Rule(
+            ins, (out,), special=special, local=local, out_shapes=(shape if out else (),)
+        )
 
     rule(func, lifts=True)(class_loss)
 
@@ -81,15 +87,25 @@ class _Loss:
     __slots__ = ("dim", "how", "ignore", "of_logits", "probabilities", "shape")
 
     def __init__(
-        self, shape: tuple[int, ...], dim: int, how: str, ignore: int, probabilities: bool, of_logits: bool
+        self,
+        shape: tuple[int, ...],
+        dim: int,
+        how: str,
+        ignore: int,
+        probabilities: bool,
+        of_logits: bool,
     ) -> None:
         self.shape, self.dim, self.how, self.ignore = shape, dim, how, ignore
         self.probabilities, self.of_logits = probabilities, of_logits
 
-    def __call__(self, ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+    def __call__(
+        self, ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
+    ) -> Tensor:
         """The local part of the loss: a pending sum over the ranks that cut the rows or the classes."""
-        if "c" not in ctx.axes:
+        if ctx.group("c").size == 1:
             whole = self._whole(target, weight, smoothing)
+            if self.how != "mean":
+                return whole(x, self.how)
             return divided(lambda how: whole(x, how), self.total(ctx, target, weight), x.dtype)
         dtype = x.dtype
         if dtype in HALVES:
@@ -102,11 +118,20 @@ class _Loss:
             return rows.sum().to(dtype)
         return (rows.sum() / self.total(ctx, target, weight)).to(dtype)
 
-    def _whole(self, target: Tensor, weight: Tensor | None, smoothing: float) -> Callable[[Tensor, str], Tensor]:
+    def _whole(
+        self, target: Tensor, weight: Tensor | None, smoothing: float
+    ) -> Callable[[Tensor, str], Tensor]:
         if not self.of_logits:
-            return lambda x, how: F.nll_loss(x, target, weight, ignore_index=self.ignore, reduction=how)
+            return lambda x, how: F.nll_loss(
+                x, target, weight, ignore_index=self.ignore, reduction=how
+            )
         return lambda x, how: F.cross_entropy(
-            x, target, weight, ignore_index=self.ignore, reduction=how, label_smoothing=smoothing
+            x,
+            target,
+            weight,
+            ignore_index=self.ignore,
+            reduction=how,
+            label_smoothing=smoothing,
         )
 
     def total(self, ctx: Any, target: Tensor, weight: Tensor | None) -> Any:
@@ -132,7 +157,9 @@ class _Loss:
         inside = (target != self.ignore) & (target >= start) & (target < start + count)
         return inside, torch.where(inside, target - start, torch.zeros_like(target))
 
-    def rows(self, ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+    def rows(
+        self, ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
+    ) -> Tensor:
         """For each row the part of its loss that the classes here make."""
         dim, classes, here = self.dim, self.shape[self.dim], x.shape[self.dim]
         lse = None
@@ -149,10 +176,10 @@ class _Loss:
             return ((x if lse is None else x - lse.unsqueeze(dim)) * -share).sum(dim)
         _check_targets(target, self.ignore, classes)
         inside, near = self.places(ctx, target, here)
-        if here == 0:
-            picked = x.sum(dim)  # zeros that keep the edge
-        else:
-            picked = x.gather(dim, near.unsqueeze(dim)).squeeze(dim)
+        at = near.unsqueeze(dim)
+        picked = (
+            x.gather(dim, at).squeeze(dim) if here else x.sum(dim)
+        )  # zeros that keep the edge
         nll = -picked if lse is None else lse - picked
         if weight is not None and here:
             nll = nll * weight[near]
@@ -164,7 +191,9 @@ class _Loss:
         if weight is None:
             smooth = lse * here - x.sum(dim)
         else:
-            smooth = lse * weight.sum() - (x * weight.view(-1, *(1,) * (x.ndim - dim - 1))).sum(dim)
+            smooth = lse * weight.sum() - (x * weight.view(-1, *(1,) * (x.ndim - dim - 1))).sum(
+                dim
+            )
         smooth = torch.where(target != self.ignore, smooth, zero)
         return (1 - smoothing) * rows + (smoothing / classes) * smooth
 
@@ -191,12 +220,17 @@ def _check_targets(target: Tensor, ignore: int, classes: int) -> None:
 
 for _f in (F.cross_entropy, *functions("aten.cross_entropy_loss.default")):
     _class_loss(_f, of_logits=True)
-for _f in (F.nll_loss, *functions("aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default")):
+for _f in (
+    F.nll_loss,
+    *functions("aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default"),
+):
     _class_loss(_f, of_logits=False)
 
 
 @rule("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
-def nll_loss_forward(self: Arg, target: Arg, weight: Arg | None, reduction: int, ignore_index: int) -> Rule | None:
+def nll_loss_forward(
+    self: Arg, target: Arg, weight: Arg | None, reduction: int, ignore_index: int
+) -> Rule | None:
     """The loss, and what a mean divides by: both pending sums."""
     labels = _labels(self, target, probabilities=False)
     if labels is None:
@@ -208,7 +242,9 @@ def nll_loss_forward(self: Arg, target: Arg, weight: Arg | None, reduction: int,
     if weight is not None:
         ins[weight] = ("c",)
 
-    def local(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    def local(
+        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, *_: Any
+    ) -> tuple[Tensor, Tensor]:
         if "c" not in ctx.axes and how != "mean":
             return ctx.func(x, target, weight, reduction, ignore_index)
         value = loss(ctx, x, target, weight, 0.0)

@@ -1,5 +1,7 @@
-"""Lookups of rows: ids are cut anyhow, columns too, and the rows of the table over ranks that each look up
-what they hold; then the result is a pending sum of which one addend is not zero.
+"""Lookups of rows: ids are cut anyhow, columns too.
+
+Where the rows of the table are cut, each rank looks up what it holds, and the result is a pending sum of which
+one addend is not zero.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from shardwise.rules.registry import rule
 
 def _check_ids(ids: Tensor, rows: int) -> None:
     """Raise as torch does: a wrong id must not become a row of zeros where the table is cut."""
-    if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= rows):
+    if (
+        ids.device.type == "cpu"
+        and ids.numel()
+        and (int(ids.min()) < 0 or int(ids.max()) >= rows)
+    ):
         raise IndexError("index out of range in self")
 
 
@@ -32,7 +38,9 @@ def _rows(ids: Tensor, table: Tensor, start: int, padding: int | None) -> Tensor
     return torch.where(inside.unsqueeze(-1), found, found.new_zeros(()))
 
 
-def _lookup(ids: Arg, table: Arg, local: LocalProgram, by_freq: bool, always: bool) -> Rule | None:
+def _lookup(
+    ids: Arg, table: Arg, local: LocalProgram, by_freq: bool, always: bool
+) -> Rule | None:
     if table.ndim != 2:
         return None
     names = numbered("i", ids.ndim)
@@ -65,8 +73,10 @@ def embedding(
     padding = padding_idx + rows if padding_idx is not None and padding_idx < 0 else padding_idx
 
     def local(ctx: Any, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-        if "v" not in ctx.axes:
-            return F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+        if ctx.group("v").size == 1:
+            return F.embedding(
+                input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq
+            )
         _check_ids(input, rows)
         return _rows(input, weight, ctx.start(at, 0), padding)
 
@@ -86,7 +96,7 @@ def embedding_of(
     padding = None if padding_idx < 0 else padding_idx
 
     def local(ctx: Any, weight: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
-        if "v" not in ctx.axes:
+        if ctx.group("v").size == 1:
             return F.embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
         _check_ids(indices, rows)
         return _rows(indices, weight, ctx.start(at, 0), padding)
@@ -95,7 +105,7 @@ def embedding_of(
 
 
 @rule(F.embedding_bag)
-def embedding_bag(
+def embedding_bag(  # noqa: PLR0913  torch's parameters
     input: Arg,
     weight: Arg,
     offsets: Arg | None = None,
@@ -115,7 +125,9 @@ def embedding_bag(
         return None
     cut = input.ndim == 2 and not scale_grad_by_freq
     bag = "b" if cut else WHOLE
-    columns = WHOLE if per_sample_weights is not None else "d"  # their gradient sums over the columns
+    columns = (
+        WHOLE if per_sample_weights is not None else "d"
+    )  # their gradient sums over the columns
     ins = {input: (bag, WHOLE)[: input.ndim], weight: (WHOLE, columns)}
     count = input.shape[0]
     if offsets is not None:
@@ -125,7 +137,7 @@ def embedding_bag(
         ins[per_sample_weights] = (bag, WHOLE)[: per_sample_weights.ndim]
 
     def local(ctx: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        given = dict(zip(_BAG_NAMES, args)) | kwargs | {"sparse": False}
+        given: dict[str, Any] = dict(zip(_BAG_NAMES, args)) | kwargs | {"sparse": False}
         return F.embedding_bag(input, weight, **given)
 
     return Rule(

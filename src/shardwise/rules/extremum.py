@@ -122,8 +122,10 @@ def aminmax(input: Arg, *, dim: Any = None, keepdim: bool = False) -> Rule | Non
 
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Any:
         group = group_of(ctx, dims)
-        both = [drop(extremum(group, input, dims, op), dims, keepdim) for op in ("min", "max")]
-        return torch.return_types.aminmax(both)
+        least, most = (extremum(group, input, dims, op) for op in ("min", "max"))
+        return torch.return_types.aminmax(
+            (drop(least, dims, keepdim), drop(most, dims, keepdim))
+        )
 
     return reduction(input, dims, keepdim, local=local, results=2)
 

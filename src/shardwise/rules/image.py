@@ -18,7 +18,10 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def _shapes_on_meta(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Shapes | None:
     """Shapes of the results for operands of the global shapes; None if torch refuses them."""
-    meta = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Arg) else a for a in args]
+    meta = [
+        torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Arg) else a
+        for a in args
+    ]
     try:
         with torch.no_grad():
             got = func(*meta, **kwargs)
@@ -32,7 +35,9 @@ def _spatial(func: Callable[..., Any], dims: int | None) -> None:
 
     def spatial(*args: Any, **kwargs: Any) -> Rule | None:
         x, *others = args if args else (kwargs.pop("input"),)
-        if not isinstance(x, Arg) or any(isinstance(a, Arg) for a in (*others, *kwargs.values())):
+        if not isinstance(x, Arg) or any(
+            isinstance(a, Arg) for a in (*others, *kwargs.values())
+        ):
             return None
         count = x.ndim - 2 if dims is None else dims
         if not 1 <= count <= x.ndim - 1 or x.ndim > count + 2:
@@ -42,7 +47,9 @@ def _spatial(func: Callable[..., Any], dims: int | None) -> None:
             return None
         names = (*("n", "c")[2 - (x.ndim - count) :], *(WHOLE,) * count)
         ins = {x: names}
-        return Rule(ins, (names,) * len(shapes), whole=without_empty(ins, ("c",)), out_shapes=shapes)
+        return Rule(
+            ins, (names,) * len(shapes), whole=without_empty(ins, ("c",)), out_shapes=shapes
+        )
 
     rule(func)(spatial)
 
@@ -88,7 +95,9 @@ for _d in (1, 2, 3):
 
 
 @rule(F.local_response_norm)
-def local_response_norm(input: Arg, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Rule | None:
+def local_response_norm(
+    input: Arg, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Rule | None:
     """``n [c] s -> n [c] s``."""
     if input.ndim < 3:
         return None
@@ -135,17 +144,26 @@ def channel_shuffle(input: Arg, groups: int) -> Rule | None:
     if input.ndim < 3:
         return None
     names = ("n", WHOLE, *numbered("s", input.ndim - 2))
-    return Rule({input: names}, (names,), whole=without_empty({input: names}, names), linear=(frozenset([input]),))
+    return Rule(
+        {input: names},
+        (names,),
+        whole=without_empty({input: names}, names),
+        linear=(frozenset([input]),),
+    )
 
 
-def _patches(func: Callable[..., Any], dims: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
+def _patches(
+    func: Callable[..., Any], dims: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Rule | None:
     x, *others = args if args else (kwargs.pop("input"),)
     shapes = _shapes_on_meta(func, x, *others, **kwargs)
     if shapes is None or x.ndim not in (dims - 1, dims):
         return None
     shape = shapes[0]
     batch = ("n",) * (x.ndim == dims)
-    names, out = ((*batch, "c", *(WHOLE,) * (len(s) - len(batch) - 1)) for s in (x.shape, shape))
+    names, out = (
+        (*batch, "c", *(WHOLE,) * (len(s) - len(batch) - 1)) for s in (x.shape, shape)
+    )
     at = len(batch)
     ins = {x: names}
     return Rule(
@@ -172,7 +190,11 @@ def fold(*args: Any, **kwargs: Any) -> Rule | None:
 
 @rule(F.grid_sample)
 def grid_sample(
-    input: Arg, grid: Arg, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
+    input: Arg,
+    grid: Arg,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
 ) -> Rule | None:
     """``n c [s], n t 2 -> n c t``: the points may be cut too."""
     if input.ndim != grid.ndim or input.ndim not in (4, 5) or input.shape[0] != grid.shape[0]:
@@ -196,12 +218,21 @@ def affine_grid(theta: Arg, size: Any, align_corners: bool | None = None) -> Rul
 
     names = ("n", *(WHOLE,) * (len(shape) - 1))
     return Rule(
-        ins, (names,), whole=without_empty(ins, ("n",)), special=frozenset(("n",)), local=local, out_shapes=(shape,)
+        ins,
+        (names,),
+        whole=without_empty(ins, ("n",)),
+        special=frozenset(("n",)),
+        local=local,
+        out_shapes=(shape,),
     )
 
 
 @rule(
-    *(f"aten.{kind}_pad{d}d.default" for kind in ("reflection", "replication") for d in (1, 2, 3)),
+    *(
+        f"aten.{kind}_pad{d}d.default"
+        for kind in ("reflection", "replication")
+        for d in (1, 2, 3)
+    ),
 )
 def edge_pad(self: Arg, padding: Any) -> Rule | None:
     """Dims at the end, by their values at the edge: these are whole."""
@@ -210,8 +241,15 @@ def edge_pad(self: Arg, padding: Any) -> Rule | None:
         return None
     names = (*numbered("b", self.ndim - count), *(WHOLE,) * count)
     grown = [padding[2 * k] + padding[2 * k + 1] for k in reversed(range(count))]
-    shape = (*self.shape[: self.ndim - count], *(n + g for n, g in zip(self.shape[self.ndim - count :], grown)))
+    shape = (
+        *self.shape[: self.ndim - count],
+        *(n + g for n, g in zip(self.shape[self.ndim - count :], grown)),
+    )
     ins = {self: names}
     return Rule(
-        ins, (names,), whole=without_empty(ins, names), linear=(frozenset([self]),), out_shapes=(tuple(shape),)
+        ins,
+        (names,),
+        whole=without_empty(ins, names),
+        linear=(frozenset([self]),),
+        out_shapes=(tuple(shape),),
     )

@@ -46,7 +46,7 @@ def index_tensor(x: Arg, indices: Any) -> Rule | None:
     return lookup_rule(x, items or [], picked) if picked else None
 
 
-def found_dims(items: Sequence[Item]) -> tuple[list[Item], int]:
+def found_dims(items: Sequence[Item]) -> tuple[list[Rows | New], int]:
     """Items of the result's dims other than those of the positions, and where the latter stand.
 
     They stand where the tensors stood if those were next to each other (ints are taken first and do not

@@ -1,5 +1,6 @@
-"""Losses of elements or of rows: cut anyhow; a sum leaves a pending sum, and so does a mean, which divides the
-local sum by the global count.
+"""Losses of elements or of rows, cut anyhow.
+
+A sum leaves a pending sum, and so does a mean, which divides the local sum by the global count.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def with_reduction(
     args, kwargs = list(args), dict(kwargs)
     at = names.index("reduction")
     by_number = "size_average" not in names and isinstance(
-        args[at] if at < len(args) else kwargs.get("reduction", 1 if names[0] == "self" else ""), int
+        args[at]
+        if at < len(args)
+        else kwargs.get("reduction", 1 if names[0] == "self" else ""),
+        int,
     )
     value: Any = {"none": 0, "sum": 2}[asked] if by_number else asked
     for old in ("size_average", "reduce"):
@@ -115,7 +119,9 @@ def reduced_loss(
         if weight is None:
             return divided(loss, count, dtype)
         total = bind(names, args, kwargs)["weight"].sum()
-        return divided(loss, ctx.group(*(n for n in ctx.axes if n in ins[weight])).sum(total), dtype)
+        return divided(
+            loss, ctx.group(*(n for n in ctx.axes if n in ins[weight])).sum(total), dtype
+        )
 
     special = frozenset() if reduction == "sum" and sums_empty else factors
     return Rule(ins, ((),), special=special, local=local, out_shapes=((),))
@@ -170,7 +176,12 @@ for _name in ("binary_cross_entropy", "binary_cross_entropy_with_logits"):
 
 @rule(F.gaussian_nll_loss, lifts=True)
 def gaussian_nll_loss(
-    input: Arg, target: Arg, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    input: Arg,
+    target: Arg,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
 ) -> Rule | None:
     """Of elements; the variance may lack the last dim, or have size one on one dim."""
     shape = tuple(torch.broadcast_shapes(input.shape, target.shape))
@@ -205,7 +216,7 @@ def _of_rows(func: Any, count: int, *, sums_empty: bool = True) -> None:
             return None
         shape = tuple(torch.broadcast_shapes(*(a.shape for a in heads)))[:-1]
         out = numbered("d", len(shape))
-        ins = {a: (*aligned_head(a, out), WHOLE) for a in heads}
+        ins: dict[Arg, Labels] = {a: (*aligned_head(a, out), WHOLE) for a in heads}
         for a in rest:
             name = next(k for k, v in given.items() if v is a)
             if name == "weight":
@@ -214,7 +225,9 @@ def _of_rows(func: Any, count: int, *, sums_empty: bool = True) -> None:
                 ins[a] = out
             else:
                 return None
-        return reduced_loss(func, ins, out, shape, names, reduction_of(given), sums_empty=sums_empty)
+        return reduced_loss(
+            func, ins, out, shape, names, reduction_of(given), sums_empty=sums_empty
+        )
 
     rule(func, lifts=True)(rows)
 
@@ -228,7 +241,11 @@ def aligned_head(arg: Arg, names: Labels) -> Labels:
 for _name, _count, _sums in (
     ("cosine_embedding_loss", 2, True),
     ("triplet_margin_loss", 3, True),
-    ("multi_margin_loss", 1, False),  # the kernels leave the sum of an empty batch as they found it
+    (
+        "multi_margin_loss",
+        1,
+        False,
+    ),  # the kernels leave the sum of an empty batch as they found it
     ("multilabel_margin_loss", 2, False),
 ):
     for _f in (getattr(F, _name), *functions(f"aten.{_name}.default")):

@@ -97,7 +97,7 @@ def layer_norm(
         *_: Any,
         **__: Any,
     ) -> Tensor:
-        _, x, var = _centred(group_of(ctx, dims), wide(input), dims, n)
+        x, var = _centred(group_of(ctx, dims), wide(input), dims, n)[1:]
         return _scaled(x * (var + eps).rsqrt(), weight, bias).to(out)
 
     return Rule(
@@ -331,10 +331,11 @@ def batch_norm(
         training: bool = False,
         momentum: float = 0.1,
         eps: float = 1e-5,
+        *,
+        whole: tuple[bool, ...] = (),
     ) -> Tensor:
-        return _apply(
-            ctx, input, running_mean, running_var, weight, bias, training, momentum, eps
-        )
+        stats, params = (running_mean, running_var), (weight, bias)
+        return _apply(ctx, input, stats, params, training, momentum, eps, whole)
 
     return _batch(input, (running_mean, running_var), (weight, bias), training, local)
 
@@ -363,11 +364,11 @@ def torch_batch_norm(
         training: bool,
         momentum: float,
         eps: float,
-        cudnn_enabled: bool,
+        *_: Any,
+        whole: tuple[bool, ...] = (),
     ) -> Tensor:
-        return _apply(
-            ctx, input, running_mean, running_var, weight, bias, training, momentum, eps
-        )
+        stats, params = (running_mean, running_var), (weight, bias)
+        return _apply(ctx, input, stats, params, training, momentum, eps, whole)
 
     return _batch(input, (running_mean, running_var), (weight, bias), training, local)
 
@@ -389,7 +390,7 @@ def _batch(
     whole = _unsharded(input, (1,), names)
     if any(not set(p.layout.dims[0]) <= set(cut) for p in given):
         whole = frozenset("c")
-    ins: dict[Arg, Labels] = {input: names} | dict.fromkeys(given, ("c",))
+    ins: dict[Arg, Labels] = {input: names, **dict.fromkeys(given, ("c",))}
     empty = input.layout.has_empty()  # torch's kernels fail on an empty piece
     if not training:
         has_stats = None not in stats

@@ -25,7 +25,9 @@ def _rows(input: Arg, dim: Any, dtype: Any, kind: str) -> Rule | None:
     dims = dims_of(input, dim)
     if dims is None and type(dim) is int:  # torch's fake and meta kernels let it pass
         low, high = -max(input.ndim, 1), max(input.ndim, 1) - 1
-        raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {dim})")
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{low}, {high}], but got {dim})"
+        )
     if not isinstance(dim, int) or dims is None or not is_inexact(dtype or input.dtype):
         return None
     names = numbered("d", input.ndim)

@@ -20,3 +20,7 @@ from shardwise.tensor import (  # noqa: F401  they register themselves
     random,
     shapes,
 )
+from shardwise.compat import hide_from_dynamo
+from shardwise.tensor.dtensor import DTensor
+
+hide_from_dynamo("shardwise", *(getattr(DTensor, name).__func__ for name in ("__torch_function__", "__torch_dispatch__")))

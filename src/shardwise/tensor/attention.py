@@ -23,7 +23,9 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 @override(F.multi_head_attention_forward)
-def multi_head_attention_forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multi_head_attention_forward(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Attention with projections; see torch."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -70,7 +72,9 @@ def _attend(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     query, heads, need_weights = given["query"], given["num_heads"], given["need_weights"]
     batched = query.ndim == 3
     length, embed = query.shape[0], query.shape[-1]
-    q, k, v = (_split_heads(x, heads) for x in _projected(given, batched))  # batch, heads, length, dim
+    q, k, v = (
+        _split_heads(x, heads) for x in _projected(given, batched)
+    )  # batch, heads, length, dim
     mask, is_causal = _mask(given, q, k, batched)
     dropout_p = given["dropout_p"] if given["training"] else 0.0
     weights = None
@@ -114,16 +118,22 @@ def _projected(given: dict[str, Any], batched: bool) -> tuple[Tensor, Tensor, Te
     return q, k, v
 
 
-def _mask(given: dict[str, Any], q: Tensor, k: Tensor, batched: bool) -> tuple[Tensor | None, bool]:
+def _mask(
+    given: dict[str, Any], q: Tensor, k: Tensor, batched: bool
+) -> tuple[Tensor | None, bool]:
     """One additive mask that broadcasts to (batch, heads, length, keys), and whether it is causal instead."""
     mask, padding, is_causal = given["attn_mask"], given["key_padding_mask"], given["is_causal"]
-    batch, heads, length = q.shape[:3]
+    batch, heads = q.shape[:2]
     keys = k.shape[2]
     if is_causal and padding is None and not given["need_weights"]:
         return None, True
     if mask is not None:
         mask = _additive(mask, q.dtype)
-        mask = mask.unflatten(0, (batch, heads)) if mask.ndim == 3 else mask.unsqueeze(0).unsqueeze(0)
+        mask = (
+            mask.unflatten(0, (batch, heads))
+            if mask.ndim == 3
+            else mask.unsqueeze(0).unsqueeze(0)
+        )
     if padding is not None:
         padding = _additive(padding if batched else padding.unsqueeze(0), q.dtype)
         padding = padding.view(batch, 1, 1, keys)

@@ -135,6 +135,9 @@ def distribute_module(
 
 def _adopt(sub: nn.Module, before: dict[str, nn.Parameter], mesh: Mesh, swapped: dict[int, nn.Parameter]) -> None:
     """Keep each parameter object, with the distributed one's contents; tied ones become one again."""
+    recurrent = isinstance(sub, nn.RNNBase)
+    if recurrent:
+        sub._flat_weight_refs = []  # weak references forbid the swap; renewed below
     for name, old in before.items():
         new = sub._parameters.get(name)
         if new is None:
@@ -152,3 +155,5 @@ def _adopt(sub: nn.Module, before: dict[str, nn.Parameter], mesh: Mesh, swapped:
     for name, buffer in list(sub._buffers.items()):
         if buffer is not None and not isinstance(buffer, DTensor):
             sub._buffers[name] = distribute_tensor(buffer, mesh)
+    if recurrent:
+        sub._init_flat_weights()

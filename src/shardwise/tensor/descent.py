@@ -40,7 +40,7 @@ class Descent:
         """Run the call, compiling it first if need be."""
         flags = (
             torch.is_grad_enabled(),
-            tuple((t.requires_grad, t.is_leaf) for t in call.tensors),
+            tuple((t.requires_grad, not torch.is_grad_enabled() or t.is_leaf) for t in call.tensors),
             is_autocast_enabled(),
             kernel_flags(),
             _numbers(args, kwargs) if self.entry is not None and self.entry.lifts else None,

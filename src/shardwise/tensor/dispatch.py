@@ -18,6 +18,7 @@ from shardwise.compat import (
     autocast_dtype,
     functorch_active,
     is_autocast_enabled,
+    jit_tracing,
 )
 from shardwise.errors import AliasError, LayoutError, ShardError, StrictError
 from shardwise.layout.layout import Layout
@@ -35,6 +36,7 @@ from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
 from shardwise.tensor.explain import located
 from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.strides import agrees, in_order
+from shardwise.tensor.refusals import refuse_tracing
 from shardwise.tensor.whole import check_writable, functional_form, version, write_into, writes
 from shardwise.tensor.writes import restorer, write_to_copy, writes_to_copy
 
@@ -129,6 +131,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     special = OVERRIDES.get(func)
     if special is not None:
         return special(func, args, kwargs)
+    if jit_tracing() is not None:
+        refuse_tracing()
     if kwargs.get("out") is not None:
         return into_out(func, args, kwargs)
     if kwargs.get("requires_grad"):  # a new leaf: its gradient is watched
@@ -264,6 +268,7 @@ def _operands(call: Call, func: Any) -> list[Arg]:
     mesh = join([t._spec.layout.mesh for t in call.tensors if isinstance(t, DTensor)])
     operands: list[Arg] = []
     plain: list[tuple[int, Tensor]] = []
+    grad = torch.is_grad_enabled()  # if not, leafness does not matter, and some views of leaves raise when asked
     for i, t in enumerate(call.tensors):
         if isinstance(t, DTensor):
             layout = t._spec.layout
@@ -273,7 +278,7 @@ def _operands(call: Call, func: Any) -> list[Arg]:
             plain.append((i, t))
             layout = Layout.of(mesh, None, t.shape, t.stride(), t.dtype)
         operands.append(
-            Arg(i, layout, plain=not isinstance(t, DTensor), requires_grad=t.requires_grad, is_leaf=t.is_leaf, device=t.device)
+            Arg(i, layout, plain=not isinstance(t, DTensor), requires_grad=t.requires_grad, is_leaf=not grad or t.is_leaf, device=t.device)
         )
     if plain:
         _check_plain(func, plain, mesh, call.transport)

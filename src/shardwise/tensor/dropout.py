@@ -165,7 +165,7 @@ def _alpha(x: DTensor, p: float, train: bool, inplace: bool, feature: bool) -> D
     if p == 1:
         return _drop(x, p, train, inplace)
     _check_fresh(x)
-    source = (
+    source: Any = (
         x.redistribute(placements=settled(x._spec.layout)) if x._spec.layout.is_partial else x
     )
     if inplace and source is x and torch.is_grad_enabled():

@@ -23,7 +23,7 @@ from shardwise.compat import (
     is_autocast_enabled,
     make_wrapper,
 )
-from shardwise.errors import AliasError, LayoutError, MeshError, ShardError
+from shardwise.errors import AliasError, GradientError, LayoutError, MeshError, ShardError
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placement
@@ -530,6 +530,8 @@ class DTensor(torch.Tensor):
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         """The whole value as a numpy array."""
+        if self._local.requires_grad:
+            raise GradientError("numpy would lose the gradient of this tensor.", tries=["x.detach()"])
         array = self.detach().full_tensor().cpu().numpy()
         return array if dtype is None else array.astype(dtype)
 

@@ -220,7 +220,7 @@ class Foreach:
                 if m is not None:
                     plan.moves.setdefault(at, [None] * count)[i] = m
         plan.odd = frozenset(odd)
-        plan.lasting = not any(_guarded(a) for _, a in _numbered(args, kwargs))
+        plan.lasting = not any(is_guarded(a) for _, a in _numbered(args, kwargs))
         plan.simple = not (plan.moves or plan.lone or plan.odd)
         return plan
 
@@ -318,7 +318,8 @@ def _numbered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[A
     yield from kwargs.items()
 
 
-def _guarded(a: Any) -> bool:
+def is_guarded(a: Any) -> bool:
+    """Whether an argument is, or holds, a view that is a copy, whose every use must be checked."""
     return any(
         type(t) is DTensor and t._spec.guards is not None
         for t in (a if type(a) in (list, tuple) else (a,))

@@ -20,7 +20,7 @@ from shardwise.compat import FOREACH
 from shardwise.layout.layout import Layout
 from shardwise.program.spec import Spec, program_tables, spec_of
 from shardwise.tensor.dtensor import DTensor, mode
-from shardwise.tensor.foreach import move_all, take, transport_of, wrap_all
+from shardwise.tensor.foreach import is_guarded, move_all, take, transport_of, wrap_all
 from shardwise.tensor.overrides import override
 
 NORM, POWSUM = FOREACH["norm"], FOREACH["powsum"]
@@ -66,6 +66,8 @@ def _norms(
     table, key = program_tables(transport)[mode()], (func, list_key, float(ord), dtype)
     plan = table.get(key)
     if plan is None:
+        if is_guarded(list(self)):
+            return tuple([_one(func, t, ord, dtype) for t in self])
         plan = table[key] = _plan(self, float(ord), dtype, transport)
     powers = func is POWSUM
     results = _run(plan, func, locals_, float(ord), dtype, powers, transport)

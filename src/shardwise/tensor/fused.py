@@ -15,11 +15,12 @@ from torch import Tensor
 from shardwise.comm.execute import Mover, mover
 from shardwise.comm.transport import Transport
 from shardwise.compat import FUSED_STEPS, unscale_and_check
+from shardwise.errors import AliasError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import program_tables
 from shardwise.tensor.dtensor import DTensor, mode
-from shardwise.tensor.foreach import move_all, take, transport_of
+from shardwise.tensor.foreach import is_guarded, move_all, take, transport_of
 from shardwise.tensor.overrides import override
 
 GRADS = 1  # the list of gradients; a fused step writes to it only where it unscales it
@@ -51,6 +52,12 @@ def _plan(
 ) -> FusedPlan:
     """Move every list to the settled layout of the first one's entries."""
     plan = FusedPlan()
+    if any(is_guarded(entries) for entries in lists):
+        raise AliasError(
+            "a fused step writes to its tensors, and one of them is a view that needed communication: a copy, "
+            "whose base would not be written.",
+            tries=["pass the base", "clone() the view"],
+        )
     for i, first in enumerate(lists[0]):
         target = _target(first, [entries[i] for entries in lists[1:] if entries])
         if target is None:

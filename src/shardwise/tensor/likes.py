@@ -109,9 +109,11 @@ def _ones_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _full_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = args[1] if len(args) > 1 else kwargs["fill_value"]
     value = value.item() if isinstance(value, Tensor) else value
-    if not isinstance(args[0] if args else kwargs.get("input"), DTensor):  # the value was one
-        return func(args[0], value, **{k: v for k, v in kwargs.items() if k != "fill_value"})
-    return _like(args[:1], kwargs, filled(value))
+    x: Any = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    rest = {k: v for k, v in kwargs.items() if k not in ("input", "self", "fill_value")}
+    if not isinstance(x, DTensor):  # the value was one
+        return func(x, value, **rest)
+    return _like((x,), rest, filled(value))
 
 
 def _drawn_like(x: DTensor, what: Draw, kwargs: dict[str, Any]) -> DTensor:

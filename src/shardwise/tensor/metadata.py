@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import current
-from shardwise.compat import DisableTorchFunction, has_compatible_shallow_copy_type
+from shardwise.compat import DisableTorchFunction, has_compatible_shallow_copy_type, on_compare
 from shardwise.errors import GradientError, LayoutError, UnsupportedError
 from shardwise.layout.boxes import restride
 from shardwise.layout.layout import Layout
@@ -243,3 +243,14 @@ def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @override(_T.new_tensor)
 def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]._local.new_tensor(*args[1:], **kwargs)
+
+
+@override(_T.__array_wrap__)
+def _array_wrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A numpy function was called on the whole value, on all ranks: its result is replicated."""
+    x, array = args[0], args[1] if len(args) > 1 else kwargs["array"]
+    value = torch.from_numpy(array.astype("uint8") if array.dtype == bool else array)
+    return wrap(value, spec_of(Layout.of(x.device_mesh, None, value.shape, value.stride(), value.dtype), x._spec.transport))
+
+
+on_compare(lambda t: t.detach().full_tensor() if isinstance(t, DTensor) else t)

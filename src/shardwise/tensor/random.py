@@ -87,9 +87,9 @@ def _stream(
     Forward may have run inside ``with rng(...)`` and backward outside it, so what `rng` chose is remembered
     by the state of the generator.
     """
-    chosen: Like = stream_in_force("torch")
+    chosen: Any = stream_in_force("torch")
     explicit = chosen == stream_in_force("philox")
-    like = chosen if explicit else default
+    like: Any = chosen if explicit else default
     seen: dict[int, Like] = transport.state.setdefault("streams", {})
     if current_graph_task() >= 0:
         return seen.get(generator_fingerprint(generator), like) if seen else like
@@ -97,6 +97,8 @@ def _stream(
         if len(seen) >= MAX_STREAMS:
             del seen[next(iter(seen))]
         seen[generator_fingerprint(generator)] = chosen
+    elif seen:
+        seen.pop(generator_fingerprint(generator), None)
     return like
 
 
@@ -281,7 +283,8 @@ def _bernoulli_by_tensor(x: Tensor, p: Tensor, generator: Generator | None) -> T
     if not isinstance(x, DTensor):
         assert isinstance(p, DTensor), "one of the two is a DTensor"
         in_step(p._spec.layout.mesh, p._spec.transport, generator)
-        return x.bernoulli_(p.detach().full_tensor(), generator=generator)
+        whole: Any = p.detach()
+        return x.bernoulli_(whole.full_tensor(), generator=generator)
     return overwrite(x, _coins(x._spec, p, generator))
 
 
@@ -386,7 +389,7 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         wide = isinstance(std, Tensor)
         what = Draw("normal", (0.0, 1.0 if wide else float(std)))
-        out = wrap(drawn(what, spec, first.device, generator), spec)
+        out: Any = wrap(drawn(what, spec, first.device, generator), spec)
         out = (out.mul_(std) if wide else out).add_(mean)
     return _sample(out, *tensors)
 
@@ -423,7 +426,7 @@ def _rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "lower", "upper", "training"), args)) | kwargs
     if given.get("training", False):
         return run_in_step(func, args, kwargs)
-    x = given.get("input", given.get("self"))
+    x: Any = given.get("input", given.get("self"))
     slope = (float(given.get("lower", 1 / 8)) + float(given.get("upper", 1 / 3))) / 2
     inplace = given.get("inplace", False) or func.__name__.split(".")[0].endswith("_")
     return F.leaky_relu(x, slope, inplace=inplace)

@@ -10,7 +10,9 @@ from shardwise.layout.boxes import restride
 def agrees(local: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether a local is dense in the stride order of a layout; an empty one always is."""
     want = restride(tuple(local.shape), stride)
-    return 0 in local.shape or all(s == w or n == 1 for n, s, w in zip(local.shape, local.stride(), want))
+    return 0 in local.shape or all(
+        s == w or n == 1 for n, s, w in zip(local.shape, local.stride(), want)
+    )
 
 
 def in_order(local: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -73,7 +73,7 @@ def write_to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     Raises:
         AliasError: It is not known how the value gets back into the base.
     """
-    view: DTensor = args[0]
+    view: Any = args[0]
     base_local, _, restore = view.__dict__["_view_of"]
     if restore is None:
         raise AliasError(
@@ -85,7 +85,7 @@ def write_to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
             ],
         )
     layout = view._spec.layout
-    value = view.clone()
+    value: Any = view.clone()
     func(value, *args[1:], **kwargs)
     restore(value)
     view._local = place(value, layout.dims, layout.partial, layout.mesh)
