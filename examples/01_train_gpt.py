@@ -214,6 +214,7 @@ def parse(args=None):
 
 def main():
     options = parse()
+    torch.set_num_threads(1)  # for a fair comparison; the matrices are small anyway
     text, shape = stdlib_text(), tuple(options.mesh)
     launched = "WORLD_SIZE" in os.environ  # by torchrun: this process is one of the ranks
     first = int(os.environ.get("RANK", 0)) == 0

@@ -71,6 +71,8 @@ def picture(plain, sharded, folder):
     ax.plot(steps, sharded.losses, color="C3", lw=1.2, label="sharded")
     ax.set(xlabel="step", ylabel="loss", title="One model, trained twice")
     ax.legend()
+    note = "weights: R is whole, S(d) cut along dim d, over dp and tp; numbers are the ranks"
+    figure.suptitle(note, fontsize=9, x=0.98, ha="right")
     for name in DRAWN:
         _weight(axes[name], name, sharded.layouts[f"{name}.weight"])
     folder.mkdir(parents=True, exist_ok=True)

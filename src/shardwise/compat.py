@@ -30,6 +30,9 @@ is_autocast_enabled: Any = torch._C._is_any_autocast_enabled
 autocast_dtype: Any = torch.get_autocast_dtype
 functorch_active: Any = torch._C._functorch.peek_interpreter_stack
 current_graph_task: Any = torch._C._current_graph_task_id
+# Many tensors as one flat buffer and back, in C++.
+flatten_dense: Any = torch._C._nn.flatten_dense_tensors
+unflatten_dense: Any = torch._C._nn.unflatten_dense_tensors
 run_backward: Any = torch.autograd.graph._engine_run_backward
 queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -208,3 +211,34 @@ def on_jit_trace(check: Any) -> None:
 
     jit._trace_impl = checked
     jit.trace_module = torch.jit.trace_module = checked_module
+
+
+# Whether a tensor belongs to a running torch.func transform.
+is_functorch_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+
+_INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+class Door:
+    """Around a call that came through the dispatcher, below autograd: as if it had come from Python.
+
+    Autograd then records the local calls, and transforms that the dispatcher is working on stand aside.
+    """
+
+    __slots__ = ("_keys", "_stack")
+
+    def __enter__(self) -> None:
+        stack, functorch = [], torch._C._functorch
+        while functorch.peek_interpreter_stack() is not None:
+            stack.append(functorch.pop_dynamic_layer_stack())
+        self._stack: list[Any] = stack
+        self._keys: Any = None
+        if not torch.is_inference_mode_enabled():
+            self._keys = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+            self._keys.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._keys is not None:
+            self._keys.__exit__(*error)
+        while self._stack:
+            torch._C._functorch.push_dynamic_layer_stack(self._stack.pop())

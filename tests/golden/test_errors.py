@@ -182,7 +182,12 @@ def test_the_module_that_was_called() -> None:
         distribute_module(made[1], elsewhere().device_mesh)
         return made
 
-    assert_expected_inline(told(lambda rank, made: made(data()), prepare=net), """""")
+    assert_expected_inline(told(lambda rank, made: made(data(Shard(0))), prepare=net), """\
+MeshError: the operands live on meshes that cannot be combined: DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3)) is no slice of DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).
+  in     F.linear(f32[4, 6] {dp: S(0), tp: R}, f32[3, 6] {pp: R}, f32[3] {pp: R})
+  at     train.py:31, module "1.1"
+  mesh   DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3)
+         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""")
 
 
 # ---- local and plain tensors ------------------------------------------------------------------
@@ -282,9 +287,13 @@ def test_shapes_that_do_not_fit_although_the_pieces_would() -> None:
 def test_results_that_cannot_be_kept_in_place() -> None:
     assert_expected_inline(told(lambda rank: data(shape=(4, 1)).add_(data())), """RuntimeError: output with shape [4, 1] doesn't match the broadcast shape [4, 6]""")
     assert_expected_inline(
-        told(lambda rank: data(R, Shard(0)).long().mul_(data(Shard(0)))), """"""
+        told(lambda rank: data(R, Shard(0)).long().mul_(data(Shard(0)))), """RuntimeError: result type torch.float32 can't be cast to the desired output type torch.int64"""
     )
-    assert_expected_inline(told(lambda rank: data().resize_(24)), """""")
+    assert_expected_inline(told(lambda rank: data().resize_(24)), """\
+UnsupportedError: resize_ works on storage, which a DTensor has in pieces.
+  in     Tensor.resize_(f32[4, 6] {dp: S(0), tp: S(1)}, 24)
+  at     train.py:31
+  try    - reshape, expand or slices, which return a new tensor""")
 
 
 def test_out_that_cannot_hold_the_result() -> None:

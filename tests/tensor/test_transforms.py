@@ -86,6 +86,7 @@ def test_compile_runs_the_calls_as_they_are() -> None:
     on_mesh((2,), fn)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_functional_transforms_raise() -> None:
     x = torch.randn(4, 4, dtype=torch.float64)
 
@@ -111,6 +112,7 @@ def test_functional_transforms_raise() -> None:
     on_mesh((2,), fn)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_raises() -> None:
     x = torch.randn(4, dtype=torch.float64)
     d = distribute_tensor(x, init_device_mesh("cpu", (1,)))

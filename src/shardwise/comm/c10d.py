@@ -34,8 +34,9 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from shardwise.comm.reduce import BOOL_AS, COMPLEX, reduce_in_order
+from shardwise.comm.reduce import ALLOWED, BOOL_AS, COMPLEX, reduce_in_order
 from shardwise.comm.transport import Handle, Ready, Transport, _fallback
+from shardwise.events import observers
 from shardwise.errors import CommError
 
 # What NCCL and Gloo both do as it is.
@@ -289,6 +290,17 @@ class C10dTransport(Transport):
             return reduce_in_order(handle.wait().view(n, *shape).unbind(0), op)
 
         return _Work("reduce_scatter", handle, None, x, finish)
+
+    def all_reduce_owned_async(
+        self, x: Tensor, ranks: tuple[int, ...], op: str = "sum", *, tag: str = ""
+    ) -> Handle:
+        """Start an `all_reduce` in place, where the backend has the reduction."""
+        if len(ranks) > 1 and not observers() and x.is_contiguous() and (op, x.dtype) in ALLOWED:
+            group = self._groups.get(ranks) or self._group(ranks)
+            if group.reduces(op, x):
+                x = x.detach()
+                return _Work("all_reduce", group.pg.allreduce([x], _ALL_REDUCE[op, False]), None, x)
+        return super().all_reduce_owned_async(x, ranks, op, tag=tag)
 
     def _all_reduce(self, x: Tensor, ranks: tuple[int, ...], op: str, blocking: bool) -> Handle:
         group = self._groups.get(ranks) or self._group(ranks)

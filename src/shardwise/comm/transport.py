@@ -130,6 +130,15 @@ class Transport(ABC):
         """Start an `all_reduce`."""
         return self._all_reduce_checked(x, ranks, op, tag, False)
 
+    def all_reduce_owned_async(
+        self, x: Tensor, ranks: tuple[int, ...], op: str = "sum", *, tag: str = ""
+    ) -> Handle:
+        """Start an `all_reduce` of a contiguous tensor that the caller gives away.
+
+        The result may be ``x`` itself, overwritten: no copy is made where none is needed.
+        """
+        return self._all_reduce_checked(x, ranks, op, tag, False)
+
     def all_to_all(
         self,
         x: Tensor,

@@ -36,7 +36,7 @@ from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
 from shardwise.tensor.explain import located
 from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.strides import agrees, in_order
-from shardwise.tensor.refusals import refuse_tracing
+from shardwise.tensor.transforms import refuse_tracing, under_transform
 from shardwise.tensor.whole import check_writable, functional_form, version, write_into, writes
 from shardwise.tensor.writes import restorer, write_to_copy, writes_to_copy
 
@@ -133,6 +133,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return special(func, args, kwargs)
     if jit_tracing() is not None:
         refuse_tracing()
+    if functorch_active() is not None:
+        return under_transform(func, args, kwargs)
     if kwargs.get("out") is not None:
         return into_out(func, args, kwargs)
     if kwargs.get("requires_grad"):  # a new leaf: its gradient is watched
@@ -182,14 +184,10 @@ def _check_fresh(t: Tensor) -> None:
 def _compile_and_run(
     func: Any, entry: Any, call: Call, key: tuple[Any, ...], table: dict[Any, Any], args: Any, kwargs: Any
 ) -> Any:
-    if functorch_active() is not None:
-        raise ShardError(
-            "torch.func transforms do not reach into DTensors.",
-            tries=["apply them to local tensors inside local_map"],
-        )
     name = getattr(func, "__name__", "")
     if writes(name):
         _refuse_write_to_copy(name, call)
+        check_writable(func, call.tensors, call.tree, call.kwargs)
     operands = _operands(call, func)
     made = compile_rule(entry, func, operands, call.tree, call.kwargs, call.transport) if entry is not None else None
     if operands[0].layout.mesh.coordinate_of(call.transport.rank) is None:
@@ -212,7 +210,6 @@ def _descend(func: Any, call: Call, key: tuple[Any, ...], table: dict[Any, Any],
     """No rule answered for the call itself: take the next rungs of the ladder."""
     pure = functional_form(func)
     if pure is not None and lookup(pure) is not None:
-        check_writable(func, pure, call.tensors, call.tree, call.kwargs)
         first = args[0].clone() if torch.is_grad_enabled() else args[0]  # what is saved must not change
         return write_into(args[0], pure(first, *args[1:], **kwargs))
 

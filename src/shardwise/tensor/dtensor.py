@@ -18,6 +18,7 @@ from shardwise.comm.meshes import as_mesh
 from shardwise.comm.transport import Transport
 from shardwise.compat import (
     DisableTorchFunction,
+    Door,
     TensorBase,
     add_foreach_type,
     is_autocast_enabled,
@@ -148,7 +149,8 @@ class DTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """The door: calls that reach the dispatcher on the wrapper itself."""
-        return _SLOW[0](func, args, kwargs or {})
+        with Door():
+            return _SLOW[0](func, args, kwargs or {})
 
     # -- what is where ---------------------------------------------------------------------------
     @property

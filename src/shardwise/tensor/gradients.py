@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import mover
-from shardwise.compat import current_graph_task, queue_callback
+from shardwise.compat import current_graph_task, flatten_dense, queue_callback, unflatten_dense
 from shardwise.layout.layout import Layout
 from shardwise.program.spec import Spec
 
@@ -64,22 +64,23 @@ class Leaf:
         pending: What was not reduced yet (in the dual layout), or None.
         hooks: Run after the reduction, with the parameter.
         shown: The wrapper last handed out for ``grad``, so that it keeps its identity.
+        dual: Layout in which gradients arrive.
+        bucket: The ranks to reduce over with the axes' names; None if nothing is to be sent.
+        waiting: The rank's leaves that wait for the end of a backward, by graph task.
     """
 
-    __slots__ = ("grad", "hooks", "pending", "serial", "shown", "spec")
+    __slots__ = ("bucket", "dual", "grad", "hooks", "pending", "serial", "shown", "spec", "waiting")
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
+        self.dual: Layout = spec.layout.dual()
+        self.bucket = None if spec.layout.is_partial else _bucket(spec)
+        self.waiting: dict[int, list[Leaf]] = spec.transport.state.setdefault("pending_leaves", {})
         self.serial = next(_SERIAL)
         self.grad: Tensor | None = None
         self.pending: Tensor | None = None
         self.hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # weakly referenced by handles
         self.shown: Any = None
-
-    @property
-    def dual(self) -> Layout:
-        """Layout in which gradients arrive."""
-        return self.spec.layout.dual()
 
     def reduce(self, g: Tensor) -> Tensor:
         """From the dual layout to the leaf's; differentiable."""
@@ -127,38 +128,52 @@ def _arrived(local: Tensor) -> None:
     leaf.pending, leaf.shown = g, None
     if _NO_SYNC.get():
         return
-    task = current_graph_task()
-    waiting: dict[int, list[Leaf]] = leaf.spec.transport.state.setdefault("pending_leaves", {})
-    if task not in waiting:
-        waiting[task] = []
+    task, waiting = current_graph_task(), leaf.waiting
+    found = waiting.get(task)
+    if found is None:
+        waiting[task] = [leaf]
         queue_callback(lambda: _finish(waiting, task))
-    waiting[task].append(leaf)
+    else:
+        found.append(leaf)
+
+
+def _bucket(spec: Spec) -> tuple[tuple[int, ...], str]:
+    """Over which ranks a leaf's gradient is reduced, and the names of those axes."""
+    assert spec.coord is not None, "ranks outside the mesh have no leaves"
+    mesh = spec.layout.mesh
+    axes = tuple(a for a, op in enumerate(spec.layout.dual().partial) if op is not None)
+    return mesh.group_ranks(axes, spec.coord), "*".join(mesh.axis_name(a) for a in axes)
+
+
+def _serial(leaf: Leaf) -> int:
+    return leaf.serial
 
 
 def _finish(waiting: dict[int, list[Leaf]], task: int) -> None:
-    leaves = sorted(waiting.pop(task), key=lambda leaf: leaf.serial)
+    leaves = sorted(waiting.pop(task), key=_serial)
     buckets: dict[Any, list[Leaf]] = {}
-    alone: list[Leaf] = []
     for leaf in leaves:
-        assert leaf.pending is not None, "a waiting leaf has a gradient"
-        axes = tuple(a for a, op in enumerate(leaf.dual.partial) if op and leaf.spec.layout.partial[a] is None)
-        if leaf.pending.requires_grad or leaf.spec.layout.is_partial:
-            alone.append(leaf)
+        g = leaf.pending
+        assert g is not None, "a waiting leaf has a gradient"
+        if leaf.bucket is None or g.requires_grad:
+            leaf.pending = None
+            leaf.add(leaf.reduce(g))
             continue
-        key = (leaf.spec.layout.mesh, axes, leaf.pending.dtype, leaf.pending.device)
-        buckets.setdefault(key, []).append(leaf)
-    for leaf in alone:
-        g, leaf.pending = leaf.pending, None
-        assert g is not None, "checked above"
-        leaf.add(leaf.reduce(g))
+        key = (leaf.bucket, g.dtype, g.device)
+        found = buckets.get(key)
+        if found is None:
+            buckets[key] = [leaf]
+        else:
+            found.append(leaf)
     with torch.no_grad():
-        handles = [_start(key, part) for key, group in buckets.items() for part in _cut(group)]
-        for part, handle in handles:
-            _land(part, handle.wait())
+        started = [_start(part) for group in buckets.values() for part in _cut(group)]
+        for part, grads, handle in started:
+            _land(part, grads, handle.wait())
     for leaf in leaves:
         leaf.shown = None
-        for hook in list(leaf.hooks.values()):
-            hook()
+        if leaf.hooks:
+            for hook in list(leaf.hooks.values()):
+                hook()
 
 
 def _cut(group: list[Leaf]) -> Iterator[list[Leaf]]:
@@ -175,30 +190,28 @@ def _cut(group: list[Leaf]) -> Iterator[list[Leaf]]:
         yield part
 
 
-def _start(key: Any, part: list[Leaf]) -> tuple[list[Leaf], Any]:
-    mesh, axes, _, _ = key
-    spec = part[0].spec
-    assert spec.coord is not None, "ranks outside the mesh have no leaves"
-    ranks = mesh.group_ranks(axes, spec.coord)
-    tag = "*".join(mesh.axis_name(a) for a in axes)
-    flat = [leaf.pending.reshape(-1) for leaf in part if leaf.pending is not None]
-    buffer = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-    return part, spec.transport.all_reduce_async(buffer, ranks, "sum", tag=tag)
+def _start(part: list[Leaf]) -> tuple[list[Leaf], list[Tensor], Any]:
+    """Begin to reduce the gradients of some leaves with the same bucket."""
+    assert part[0].bucket is not None, "only such leaves are reduced together"
+    ranks, tag = part[0].bucket
+    grads = [leaf.pending for leaf in part if leaf.pending is not None]
+    if len(grads) == 1:  # the engine may still hold it: the transport must not write to it
+        return part, grads, part[0].spec.transport.all_reduce_async(grads[0], ranks, "sum", tag=tag)
+    buffer = flatten_dense(grads)
+    return part, grads, part[0].spec.transport.all_reduce_owned_async(buffer, ranks, "sum", tag=tag)
 
 
-def _land(part: list[Leaf], reduced: Tensor) -> None:
-    start = 0
-    for leaf in part:
-        g = leaf.pending
-        assert g is not None, "a waiting leaf has a gradient"
-        piece = reduced[start : start + g.numel()]
-        start += g.numel()
+def _land(part: list[Leaf], grads: list[Tensor], reduced: Tensor) -> None:
+    """Hand the reduced gradients to their leaves."""
+    pieces = [reduced] if len(grads) == 1 else unflatten_dense(reduced, grads)
+    for leaf, g, piece in zip(part, grads, pieces):
         leaf.pending = None
-        if g.is_contiguous():
-            out = piece.view(g.shape)
+        if not g.is_contiguous():  # keep the leaf's memory order
+            piece = torch.empty_like(g).copy_(piece)
+        if leaf.grad is None:
+            leaf.grad = piece
         else:
-            out = torch.empty_like(g).copy_(piece.view(g.shape))
-        leaf.add(out)
+            leaf.add(piece)
 
 
 def seed(spec: Spec, local: Tensor) -> Tensor:

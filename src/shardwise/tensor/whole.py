@@ -122,13 +122,16 @@ def write_into(target: DTensor, value: DTensor) -> DTensor:
 
 
 def check_writable(
-    func: Any, pure: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Refuse, before anything is sent, an in-place call whose result its target cannot hold.
 
     Raises:
         RuntimeError: The result has another shape, or a dtype that cannot be cast; torch's words.
     """
+    pure = functional_form(func)
+    if pure is None or func.__name__ in _ANY_RESULT:
+        return
     meta = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
     try:
         with torch.no_grad():
@@ -136,14 +139,20 @@ def check_writable(
     except Exception:  # no meta form, or a call that torch refuses: the call itself will tell
         return
     target = tensors[0]
-    if not isinstance(value, Tensor) or func.__name__ == "copy_":
+    if not isinstance(value, Tensor):
         return
-    if torch.broadcast_shapes(value.shape, target.shape) != target.shape:
+    if value.shape != target.shape:
         raise RuntimeError(
             f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}"
         )
     if not torch.can_cast(value.dtype, target.dtype):
         raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+
+
+_ANY_RESULT = frozenset(
+    ("copy_", "resize_", "resize_as_", "set_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_",
+     "unsqueeze_")
+)  # fmt: skip
 
 
 def version(t: Tensor) -> int | None:

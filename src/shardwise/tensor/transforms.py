@@ -1,12 +1,12 @@
-"""Ways to transform a function that do not reach into DTensors: they raise instead of being silently wrong."""
+"""Function transforms over DTensors: those that reach into them, and those that raise instead of being wrong."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from shardwise.compat import FORWARD_MODE, on_jit_trace
+from shardwise.compat import FORWARD_MODE, DisableTorchFunction, Door, is_functorch_wrapped, on_jit_trace
 from shardwise.errors import UnsupportedError
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.overrides import override
@@ -18,6 +18,26 @@ def _forward_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         "forward-mode derivatives do not reach into DTensors.",
         tries=["torch.autograd.functional.jvp, which uses reverse mode twice", "local_map: use it on local tensors there"],
     )
+
+
+def under_transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call inside a ``torch.func`` transform, by its ATen calls if it has to do with the transform.
+
+    The transform works on the wrapper as on any tensor; what it leaves to do comes through the dispatcher.
+    """
+    if _transformed((args, kwargs)):
+        with DisableTorchFunction():
+            return func(*args, **kwargs)
+    with Door():
+        return func(*args, **kwargs)
+
+
+def _transformed(tree: Any) -> bool:
+    if isinstance(tree, Tensor):
+        return is_functorch_wrapped(tree)
+    if isinstance(tree, (tuple, list)):
+        return any(map(_transformed, tree))
+    return isinstance(tree, dict) and any(map(_transformed, tree.values()))
 
 
 def refuse_tracing() -> None:
