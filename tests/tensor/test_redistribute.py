@@ -38,7 +38,7 @@ def leaf(x, mesh, placements):
     return lay_out(x, mesh, placements).requires_grad_()
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (4, 4), (1, 2)])
+@pytest.mark.parametrize("shape", [(5, 3), (1, 2)])
 def test_values_and_gradients_of_all_pairs(shape):
     x = torch.randn(shape, dtype=torch.float64)
     w = torch.randn(shape, dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_second_derivatives_of_all_pairs():
     def on_rank():
         mesh = init_device_mesh("cpu", (2, 2))
         wd, vd = distribute_tensor(w, mesh), distribute_tensor(v, mesh)
-        for src, dst in itertools.product(all_placements(), repeat=2):
+        for src, dst in itertools.product(all_placements()[::3], repeat=2):
             d = leaf(x, mesh, src)
             y = d.redistribute(mesh, dst) ** 3
             (first,) = torch.autograd.grad((y * wd).sum(), d, create_graph=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Transport
+from shardwise.compat import direct_apply
 from shardwise.errors import UnsupportedError
 from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.layout import Layout
@@ -75,7 +76,7 @@ class Mover:
         if x.requires_grad and torch.is_grad_enabled():
             if self._extremum:
                 return _settle_then_move(self, x)
-            return _Moved.apply(x, self)  # pyright: ignore[reportReturnType]
+            return _moved(x, self)  # pyright: ignore[reportReturnType]
         for step in self._steps:
             x = step(x)
         return x
@@ -147,7 +148,7 @@ def _settle_then_move(how: Mover, x: Tensor) -> Tensor:
         grads = whole.with_placement(
             whole.dims, tuple(None if o == op else p for o, p in zip(src.partial, whole.partial))
         )
-        x = _Extremum.apply(  # pyright: ignore[reportAssignmentType]
+        x = _extremum(  # pyright: ignore[reportAssignmentType]
             x,
             mover(src, settled, transport),
             mover(_only(ones, src, op), _only(settled, src, op), transport),
@@ -345,3 +346,7 @@ def _one_shot(move: Move, coord: Any, transport: Transport, ranks: Any, peers: A
         return out
 
     return one_shot
+
+
+_moved = direct_apply(_Moved)
+_extremum = direct_apply(_Extremum)

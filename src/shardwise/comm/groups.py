@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Transport
+from shardwise.compat import direct_apply
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Group:
         if self.size == 1:
             return x
         if x.requires_grad and torch.is_grad_enabled():
-            return _Sum.apply(x, self)  # pyright: ignore[reportReturnType]
+            return _sum(x, self)  # pyright: ignore[reportReturnType]
         return self.reduce(x, "sum")
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
@@ -56,26 +57,26 @@ class Group:
         if self.size == 1:
             return x.unsqueeze(0)
         if x.requires_grad and torch.is_grad_enabled():
-            return _Stack.apply(x, self)  # pyright: ignore[reportReturnType]
+            return _stack(x, self)  # pyright: ignore[reportReturnType]
         return self.gather(x)
 
     def settle(self, x: Tensor, value: Tensor) -> Tensor:
         """``value``, known on all ranks, with the gradient of ``sum(x)``: nothing moves forward."""
         if x.requires_grad and torch.is_grad_enabled():
-            return _Settle.apply(x, value.detach(), self)  # pyright: ignore[reportReturnType]
+            return _settle(x, value.detach(), self)  # pyright: ignore[reportReturnType]
         return value
 
     def keep(self, x: Tensor) -> Tensor:
         """R -> P: the value on the group's first rank, zeros on the rest (which keep the edge)."""
         if self.size == 1:
             return x
-        return _Keep.apply(x, self.index == 0)  # pyright: ignore[reportReturnType]
+        return _keep(x, self.index == 0)  # pyright: ignore[reportReturnType]
 
     def cast(self, x: Tensor) -> Tensor:
         """The same value; its gradient is summed over the ranks (R with a whole gradient, to R)."""
         if self.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        return _Cast.apply(x, self)  # pyright: ignore[reportReturnType]
+        return _cast(x, self)  # pyright: ignore[reportReturnType]
 
 
 class _Sum(torch.autograd.Function):
@@ -131,7 +132,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Keep.apply(grads[0], ctx.first), None
+        return _keep(grads[0], ctx.first), None
 
 
 class _Cast(torch.autograd.Function):
@@ -146,3 +147,10 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.group.sum(grads[0]), None
+
+
+_sum = direct_apply(_Sum)
+_stack = direct_apply(_Stack)
+_settle = direct_apply(_Settle)
+_keep = direct_apply(_Keep)
+_cast = direct_apply(_Cast)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import Mover, fresh, mover
+from shardwise.compat import direct_apply
 from shardwise.comm.transport import Transport, current
 from shardwise.errors import LayoutError, MeshError
 from shardwise.events import user_site
@@ -164,7 +165,7 @@ def from_local(
 def _entered(local: Tensor, spec: Spec, back: Mover | None) -> DTensor:
     """The piece as a DTensor; ``back`` moves its gradient to where the local program expects it."""
     if back is not None and local.requires_grad and torch.is_grad_enabled():
-        local = _Enter.apply(local, back)  # pyright: ignore[reportAssignmentType]
+        local = _enter(local, back)  # pyright: ignore[reportAssignmentType]
     else:
         local = alias(local)
     return wrap(local, spec)
@@ -252,7 +253,7 @@ def to_local(x: DTensor, grad_placements: Any) -> Tensor:
     if grad_placements is None and (found := known.get(x._spec)) is not None:
         back, axes = found
         guess = _Guess(layout, axes, transport) if axes else None
-        return _Leave.apply(x._local, back, guess)  # pyright: ignore[reportReturnType]
+        return _leave(x._local, back, guess)  # pyright: ignore[reportReturnType]
     guess, axes = None, ()
     if grad_placements is not None:
         gd, gp = parse(layout.mesh, grad_placements, layout.ndim)
@@ -268,7 +269,7 @@ def to_local(x: DTensor, grad_placements: Any) -> Tensor:
         if len(known) > 16384:
             known.clear()
         known[x._spec] = (back, axes)
-    return _Leave.apply(x._local, back, guess)  # pyright: ignore[reportReturnType]
+    return _leave(x._local, back, guess)  # pyright: ignore[reportReturnType]
 
 
 @explained("DTensor.redistribute", "x", "device_mesh", "placements")
@@ -297,7 +298,7 @@ def redistribute(
     if key is not None and forward_dtype is None and backward_dtype is None:
         x._spec.programs[0][key] = (move, out)
     if backward_dtype not in (None, src.dtype) and x._local.requires_grad and torch.is_grad_enabled():
-        local: Tensor = _CastBack.apply(x._local, move, backward_dtype)  # pyright: ignore[reportAssignmentType]
+        local: Tensor = _castback(x._local, move, backward_dtype)  # pyright: ignore[reportAssignmentType]
     else:
         local = move(x._local)
     if local is x._local:
@@ -341,3 +342,8 @@ def local_spec(mesh: Mesh, placements: Any, shape: Any, dtype: Any, stride: Any 
 
 
 _CROSSINGS.update(from_local=from_local, to_local=to_local, redistribute=redistribute)
+
+
+_enter = direct_apply(_Enter)
+_leave = direct_apply(_Leave)
+_castback = direct_apply(_CastBack)
