@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Functions of torch.nn.functional that are built in C++ arrive in __torch_function__ under these.
 NN_BUILTINS: Any = torch._C._nn
@@ -33,6 +34,8 @@ current_graph_task: Any = torch._C._current_graph_task_id
 # Many tensors as one flat buffer and back, in C++.
 flatten_dense: Any = torch._C._nn.flatten_dense_tensors
 unflatten_dense: Any = torch._C._nn.unflatten_dense_tensors
+# Frames of this code on the stack are calls of modules.
+module_call_code: Any = torch.nn.Module._call_impl.__code__
 run_backward: Any = torch.autograd.graph._engine_run_backward
 queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -246,4 +249,13 @@ class Door:
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
     """``function.apply`` without torch's Python layer, which binds a signature at every call (10 us)."""
-    return super(torch.autograd.function._SingleLevelFunction, function).apply  # pyright: ignore
+    apply = super(torch.autograd.function._SingleLevelFunction, function).apply  # pyright: ignore
+
+    def direct(*args: Any) -> Any:
+        if functorch_active() is None:
+            return apply(*args)
+        with Door():  # ours is for the ranks; a transform that happens to run has no part in it
+            return apply(*args)
+
+    return direct
+

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.compat import fake_mode, is_fake, untraceable, without_modes
+from shardwise.compat import TorchDispatchMode, fake_mode, is_fake, untraceable, without_modes
 from shardwise.program.compile import Slot, fill, slot
 from shardwise.rules.notation import Arg
 

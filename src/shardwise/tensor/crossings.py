@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import Mover, fresh, mover
-from shardwise.compat import direct_apply
 from shardwise.comm.transport import Transport, current
+from shardwise.compat import direct_apply
 from shardwise.errors import LayoutError, MeshError
 from shardwise.events import user_site
 from shardwise.layout import boxes

@@ -80,6 +80,22 @@ class DTensor(torch.Tensor):
                         program = spec.fast.get((func, spec, float))
                         if program is not None:
                             return _finish(program, program.target(a._local, b), a)
+            elif n == 3:
+                a, b, c = args
+                if type(a) is DTensor and type(b) is DTensor:
+                    spec = a._spec
+                    if c is None:
+                        program = spec.fast.get((func, spec, b._spec, None))
+                        if program is not None:
+                            if program.arg_movers is None:
+                                return _finish(program, program.target(a._local, b._local, None), a)
+                            return _finish(program, program.target(*_moved(program, a._local, b._local, None)), a)
+                    elif type(c) is DTensor:
+                        program = spec.fast.get((func, spec, b._spec, c._spec))
+                        if program is not None:
+                            if program.arg_movers is None:
+                                return _finish(program, program.target(a._local, b._local, c._local), a)
+                            return _finish(program, program.target(*_moved(program, a._local, b._local, c._local)), a)
             elif n == 1:
                 a = args[0]
                 if type(a) is DTensor:
@@ -97,52 +113,20 @@ class DTensor(torch.Tensor):
             except ShardError as error:
                 _SLOW[1](error, func, args, kwargs)
                 raise
-        key: list[Any] = [func]
-        local_args: list[Any] = []
-        first: Any = None
-        for a in args:
-            kind = type(a)
-            if kind is DTensor:
-                if first is None:
-                    first = a
-                key.append(a._spec)
-                local_args.append(a._local)
-            elif kind is list or (kind is tuple and a and isinstance(a[0], Tensor)):
-                first = _flatten_list(a, key, local_args, first)
-            elif kind is slice or kind is tuple:
-                key.append(_plain_key(a))
-                local_args.append(a)
-            else:
-                key.append(kind)
-                if kind is not float or func not in LIFTED:
-                    key.append(a)
-                local_args.append(a)
-        if first is not None:
-            local_kwargs = kwargs
-            if kwargs:
-                local_kwargs = kwargs.copy()
-                for name, a in kwargs.items():
-                    key.append(name)
-                    if type(a) is DTensor:
-                        key.append(a._spec)
-                        local_kwargs[name] = a._local
-                    else:
-                        kind = type(a)
-                        key.append(kind)
-                        if kind is not float or func not in LIFTED:
-                            key.append(a)
-            try:
-                program = first._spec.fast.get(tuple(key))
-            except TypeError:  # an argument that cannot be hashed
-                program = None
-            if program is not None:
-                rest = program.rest
-                if rest is not None:
-                    return _finish(program, program.target(first._local, *rest), first)
-                if program.arg_movers is not None:
-                    local_args = _moved(program, *local_args)
-                return _finish(program, program.target(*local_args, **local_kwargs), first)
-        return _SLOW[0](func, args, kwargs)
+        key = _one_tensor_key(func, args, kwargs)
+        if key is None:
+            return _many_tensors(func, args, kwargs)
+        a = args[0]
+        try:
+            program = a._spec.fast.get(key)
+        except TypeError:  # an argument that cannot be hashed
+            return _many_tensors(func, args, kwargs)
+        if program is None:
+            return _SLOW[0](func, args, kwargs)
+        if program.rest is not None:
+            return _finish(program, program.target(a._local, *program.rest), a)
+        local = a._local if program.arg_movers is None else program.arg_movers[0](a._local)
+        return _finish(program, program.target(local, *args[1:], **kwargs), a)
 
     @classmethod
     def __torch_dispatch__(
@@ -568,6 +552,78 @@ class DTensor(torch.Tensor):
 _CROSSINGS: dict[str, Callable[..., Any]] = {}
 
 
+_NESTED = frozenset((list, tuple, slice))
+
+
+def _one_tensor_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The key of a call on one tensor, its first argument, and flat plain arguments; None if it is no such call.
+
+    All of it is C: the types tell 1, 1.0 and True apart, which hash alike.
+    """
+    kinds = tuple(map(type, args))
+    if not kinds or kinds[0] is not DTensor or kinds.count(DTensor) != 1 or not _NESTED.isdisjoint(kinds):
+        return None
+    if not kwargs:
+        if float in kinds and func in LIFTED:
+            return None
+        return func, args[0]._spec, kinds, args[1:]
+    values = tuple(kwargs.values())
+    more = tuple(map(type, values))
+    if DTensor in more or not _NESTED.isdisjoint(more) or ((float in kinds or float in more) and func in LIFTED):
+        return None
+    return func, args[0]._spec, kinds, args[1:], tuple(kwargs), more, values
+
+
+def _many_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rest of the hot path: several tensors, lists, slices, numbers that are passed at run time."""
+    key: list[Any] = [func]
+    local_args: list[Any] = []
+    first: Any = None
+    for a in args:
+        kind = type(a)
+        if kind is DTensor:
+            if first is None:
+                first = a
+            key.append(a._spec)
+            local_args.append(a._local)
+        elif kind is list or (kind is tuple and a and isinstance(a[0], Tensor)):
+            first = _flatten_list(a, key, local_args, first)
+        elif kind is slice or kind is tuple:
+            key.append(_plain_key(a))
+            local_args.append(a)
+        else:
+            key.append(kind)
+            if kind is not float or func not in LIFTED:
+                key.append(a)
+            local_args.append(a)
+    if first is not None:
+        local_kwargs = kwargs
+        if kwargs:
+            local_kwargs = kwargs.copy()
+            for name, a in kwargs.items():
+                key.append(name)
+                if type(a) is DTensor:
+                    key.append(a._spec)
+                    local_kwargs[name] = a._local
+                else:
+                    kind = type(a)
+                    key.append(kind)
+                    if kind is not float or func not in LIFTED:
+                        key.append(a)
+        try:
+            program = first._spec.fast.get(tuple(key))
+        except TypeError:  # an argument that cannot be hashed
+            program = None
+        if program is not None:
+            rest = program.rest
+            if rest is not None:
+                return _finish(program, program.target(first._local, *rest), first)
+            if program.arg_movers is not None:
+                local_args = _moved(program, *local_args)
+            return _finish(program, program.target(*local_args, **local_kwargs), first)
+    return _SLOW[0](func, args, kwargs)
+
+
 def _flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any) -> Any:
     """Add a list argument to the key and the local arguments."""
     key.append(len(items))
@@ -611,6 +667,13 @@ def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bo
     if lifts and any(type(a) is complex for a in (*args, *kwargs.values())):
         return None
     (LIFTED.add if lifts else LIFTED.discard)(func)
+    if not kwargs and 1 <= len(args) <= 3 and all(type(a) is DTensor for a in args):
+        return func, *[a._spec for a in args]
+    if not kwargs and len(args) == 3 and args[2] is None and type(args[0]) is type(args[1]) is DTensor:
+        return func, args[0]._spec, args[1]._spec, None
+    one = _one_tensor_key(func, args, kwargs)
+    if one is not None:
+        return one if _hashable(one) and not any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values())) else None
     key: list[Any] = [func]
     for a in args:
         if type(a) is DTensor:
@@ -630,11 +693,15 @@ def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bo
             key.append(a)
     if any(isinstance(k, Tensor) for k in key):  # plain tensors are told apart on the slow path only
         return None
+    return tuple(key) if _hashable(tuple(key)) else None
+
+
+def _hashable(key: tuple[Any, ...]) -> bool:
     try:
-        hash(tuple(key))
-    except TypeError:  # an argument that cannot be hashed
-        return None
-    return tuple(key)
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def _moved(program: Any, *args: Any) -> list[Any]:

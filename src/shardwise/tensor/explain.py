@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shardwise.compat import module_call_code
+from shardwise.compat import module_call_code
 from shardwise.errors import MeshError, ShardError
 from shardwise.events import user_site
 from shardwise.layout.layout import Layout
@@ -168,7 +170,7 @@ def _module_path() -> str:
 
 def _modules_on_stack() -> Iterator[nn.Module]:
     """Modules whose ``__call__`` is on the stack, innermost first."""
-    frame, code = sys._getframe(1), nn.Module._call_impl.__code__
+    frame, code = sys._getframe(1), module_call_code
     while frame is not None:
         if frame.f_code is code:
             yield frame.f_locals["self"]
