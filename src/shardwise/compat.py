@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+import functools
 import sys
 import types
 from typing import Any
@@ -163,7 +165,11 @@ def hide_from_dynamo(package: str, *deep: Any) -> None:
         package: Its name.
         *deep: Functions below which nothing is compiled either, and at whose calls the graph breaks.
     """
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        set_code_exec_strategy,
+    )
 
     skip, default = _FrameAction.SKIP, _FrameAction.DEFAULT
     shallow, whole = _FrameExecStrategy(skip, default), _FrameExecStrategy(skip, skip)
@@ -259,3 +265,27 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
 
     return direct
 
+
+def on_transform(begin: Any, end: Any) -> None:
+    """Call ``begin()`` and ``end()`` around what a ``torch.func`` transform runs."""
+
+    def watched(original: Any) -> Any:
+        @contextmanager
+        @functools.wraps(original)
+        def nested(*args: Any, **kwargs: Any) -> Any:
+            begin()
+            try:
+                with original(*args, **kwargs) as level:
+                    yield level
+            finally:
+                end()
+
+        return nested
+
+    transforms, vmap = torch._functorch.eager_transforms, torch._functorch.vmap
+    for module, name in (
+        (transforms, "grad_increment_nesting"),
+        (transforms, "jvp_increment_nesting"),
+        (vmap, "vmap_increment_nesting"),
+    ):
+        setattr(module, name, watched(getattr(module, name)))

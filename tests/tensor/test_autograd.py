@@ -117,7 +117,10 @@ def test_zero_grad_both_ways(shape: Any, ps: Any) -> None:
             loss(dx, dw).backward()
             close(dx.grad, px.grad)
             close(dw.grad, pw.grad)
-            for p, q in (([px, pw], torch.optim.SGD([px, pw])), ([dx, dw], torch.optim.SGD([dx, dw]))):
+            for p, q in (
+                ([px, pw], torch.optim.SGD([px, pw])),
+                ([dx, dw], torch.optim.SGD([dx, dw])),
+            ):
                 q.zero_grad(set_to_none=set_to_none)
                 assert all((t.grad is None) == set_to_none for t in p)
             if not set_to_none:
@@ -362,12 +365,16 @@ def test_backward_of_more_than_one_element_raises(shape: Any, ps: Any) -> None:
         n = math.prod(shape)
         dx = distribute_tensor(torch.randn(n, dtype=torch.float64), mesh, [S0] * len(shape))
         dx.requires_grad_()
-        assert dx.to_local().numel() == 1  # local pieces have one element: only the global count tells
+        assert (
+            dx.to_local().numel() == 1
+        )  # local pieces have one element: only the global count tells
         with pytest.raises(RuntimeError, match="scalar"):
             (dx * 2).backward()
         with pytest.raises(RuntimeError, match="scalar"):
             torch.autograd.grad(dx * 2, dx)
-        one = distribute_tensor(torch.randn(1, 1, dtype=torch.float64), mesh, ps).requires_grad_()
+        one = distribute_tensor(
+            torch.randn(1, 1, dtype=torch.float64), mesh, ps
+        ).requires_grad_()
         (one * 3).backward()
         close(one.grad, torch.full((1, 1), 3.0, dtype=torch.float64))
         with pytest.raises(RuntimeError, match="does not require grad"):
@@ -574,7 +581,9 @@ def test_anomaly_mode() -> None:
         loss(dx, dw).backward()
         loss(px, pw).backward()
         close(dw.grad, pw.grad)
-        bad = distribute_tensor(torch.zeros(4, dtype=torch.float64), mesh, [S0]).requires_grad_()
+        bad = distribute_tensor(
+            torch.zeros(4, dtype=torch.float64), mesh, [S0]
+        ).requires_grad_()
         with pytest.raises(RuntimeError, match="nan values"):
             (bad.sqrt() * 0).sum().backward()
 
@@ -652,12 +661,16 @@ def test_functional_jacobian_and_hessian(ps: Any) -> None:
 
     def fn(mesh: Any) -> None:
         dx = distribute_tensor(x, mesh, ps)
-        close(torch.autograd.functional.jacobian(f, dx), torch.autograd.functional.jacobian(f, x))
+        close(
+            torch.autograd.functional.jacobian(f, dx), torch.autograd.functional.jacobian(f, x)
+        )
         for name in ("vjp", "vhp", "hvp"):
             v = torch.ones_like(x)
             g = f if name == "vjp" else lambda t: f(t).sum()
             want = getattr(torch.autograd.functional, name)(g, x, v)
-            got = getattr(torch.autograd.functional, name)(g, dx, distribute_tensor(v, mesh, ps))
+            got = getattr(torch.autograd.functional, name)(
+                g, dx, distribute_tensor(v, mesh, ps)
+            )
             for a, b in zip(got, want):
                 close(a, b)
 
@@ -793,7 +806,7 @@ def test_gradient_edges() -> None:
     x, w = pair()
 
     def fn(mesh: Any) -> None:
-        px, pw, dx, dw = leaves(mesh, (S0,), x, w)
+        _, _, dx, dw = leaves(mesh, (S0,), x, w)
         edge = torch.autograd.graph.get_gradient_edge(dw)
         assert edge.node is torch.autograd.graph.get_gradient_edge(dw).node
         assert loss(dx, dw).grad_fn is not None

@@ -283,7 +283,7 @@ def test_dirty_argument_comes_back_as_itself() -> None:
 
 
 def test_returned_gradients_are_brought_into_place() -> None:
-    x, w = data()
+    x, _ = data()
 
     class Odd(Function):
         @staticmethod
@@ -294,7 +294,11 @@ def test_returned_gradients_are_brought_into_place() -> None:
         @staticmethod
         def backward(ctx: Any, g: Any) -> Any:
             if ctx.kind == "other layout":
-                return g.redistribute(ctx.mesh, [S1]), g.sum(0, keepdim=True).redistribute(ctx.mesh, [S1]), None
+                return (
+                    g.redistribute(ctx.mesh, [S1]),
+                    g.sum(0, keepdim=True).redistribute(ctx.mesh, [S1]),
+                    None,
+                )
             if ctx.kind == "plain":
                 whole = g.full_tensor()
                 return whole, whole.sum(0, keepdim=True), None
@@ -443,7 +447,13 @@ def distributed(net: nn.Module, mesh: Any, pw: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("shape", "px", "pw"),
-    [((2,), (S0,), (R,)), ((2,), (R,), (S0,)), ((4,), (S1,), (S1,)), ((2, 2), (S0, R), (R, S0)), ((2, 2), (P, S0), (S0, R))],
+    [
+        ((2,), (S0,), (R,)),
+        ((2,), (R,), (S0,)),
+        ((4,), (S1,), (S1,)),
+        ((2, 2), (S0, R), (R, S0)),
+        ((2, 2), (P, S0), (S0, R)),
+    ],
     ids=str,
 )
 def test_full_backward_hooks(shape: Any, px: Any, pw: Any) -> None:
@@ -494,13 +504,17 @@ def test_backward_hooks_where_no_input_requires_grad_and_with_other_layouts() ->
     def fn(mesh: Any) -> None:
         net = distributed(Net(), mesh, (R,))
         kinds: list[Any] = []
-        handle = net.first.register_full_backward_pre_hook(lambda m, out: kinds.append(type(out[0])))
+        handle = net.first.register_full_backward_pre_hook(
+            lambda m, out: kinds.append(type(out[0]))
+        )
         net(distribute_tensor(x, mesh, [S0])).sum().backward()
         assert kinds == [DTensor]
         handle.remove()
         want = net.first.weight.grad.full_tensor()
         net.zero_grad()
-        net.first.register_full_backward_pre_hook(lambda m, out: (out[0].redistribute(mesh, [S1]),))
+        net.first.register_full_backward_pre_hook(
+            lambda m, out: (out[0].redistribute(mesh, [S1]),)
+        )
         net(distribute_tensor(x, mesh, [S0])).sum().backward()
         close(net.first.weight.grad, want)
 
@@ -510,7 +524,9 @@ def test_backward_hooks_where_no_input_requires_grad_and_with_other_layouts() ->
 def test_global_backward_hook() -> None:
     x, _ = data()
     seen: list[Any] = []
-    handle = nn.modules.module.register_module_full_backward_hook(lambda m, i, o: seen.append(type(o[0])))
+    handle = nn.modules.module.register_module_full_backward_hook(
+        lambda m, i, o: seen.append(type(o[0]))
+    )
     try:
 
         def fn(mesh: Any) -> None:
@@ -535,4 +551,7 @@ def test_plain_functions_and_hooks_are_as_before() -> None:
     net(x).sum().backward()
     assert seen == [x.shape]
     with pytest.raises(LayoutError):
-        simulate(lambda: matmul(distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(5)]), w), 2)
+        simulate(
+            lambda: matmul(distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(5)]), w),
+            2,
+        )

@@ -79,7 +79,9 @@ def spread(net: nn.Module, mesh: Any, ps: Any) -> nn.Module:
     return distribute_module(net, mesh, cut)
 
 
-def both(mesh: Any, ps: Any, make: Callable[[], nn.Module] = Net) -> tuple[nn.Module, nn.Module]:
+def both(
+    mesh: Any, ps: Any, make: Callable[[], nn.Module] = Net
+) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(3)
     one = make()
     many = make()
@@ -131,7 +133,7 @@ def test_parameter(shape: Any, ps: Any) -> None:
         assert p.is_leaf
         assert not nn.Parameter(d, requires_grad=False).requires_grad
         assert "Parameter" in repr(p) or "DTensor" in repr(p)
-        assert list(nn.ParameterList([p]))[0] is p
+        assert nn.ParameterList([p])[0] is p
         (p * 2).sum().backward()
         close(p.grad, torch.full_like(w, 2))
         assert not isinstance(p * 2, nn.Parameter)
@@ -251,16 +253,16 @@ def test_dtype_conversion(shape: Any, ps: Any, swap: bool) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def test_hooks_survive_conversion() -> None:
+@pytest.mark.parametrize("ps", [(R,), (S0,)], ids=str)
+def test_hooks_survive_conversion(ps: Any) -> None:
     def fn(mesh: Any) -> None:
-        for ps in ((R,), (S0,)):
-            _, many = both(mesh, ps)
-            seen: list[Any] = []
-            for p in many.parameters():
-                p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
-            many.float()
-            train(many, inputs(mesh, torch.float32)[1])
-            assert seen == [torch.float32] * 4
+        _, many = both(mesh, ps)
+        seen: list[Any] = []
+        for p in many.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+        many.float()
+        train(many, inputs(mesh, torch.float32)[1])
+        assert seen == [torch.float32] * 4
 
     on_mesh((2,), fn)
 
@@ -370,7 +372,9 @@ def test_state_dict(shape: Any, ps: Any) -> None:
                     p.copy_(q)
             before = [(p, p.placements) for p in many.parameters()]
             many.load_state_dict(from_.state_dict())  # from another layout
-            assert all(p is q and p.placements == ps for p, (q, ps) in zip(many.parameters(), before))
+            assert all(
+                p is q and p.placements == ps for p, (q, ps) in zip(many.parameters(), before)
+            )
             same(many, one)
         with torch.no_grad():
             for q in one.parameters():
@@ -425,7 +429,10 @@ def test_load_with_swap() -> None:
             before = [(p, p.placements) for p in many.parameters()]
             for assign in (False, True):
                 many.load_state_dict(one.state_dict(), assign=assign)
-                assert all(p is q and p.placements == ps for p, (q, ps) in zip(many.parameters(), before))
+                assert all(
+                    p is q and p.placements == ps
+                    for p, (q, ps) in zip(many.parameters(), before)
+                )
                 same(many, one)
 
         on_mesh((2,), fn)
@@ -529,7 +536,9 @@ def test_weight_norm(shape: Any, ps: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["old", "new"])
-@pytest.mark.parametrize(("shape", "ps"), [((2,), (R,)), ((2,), (S0,)), ((2, 2), (S0, S1))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "ps"), [((2,), (R,)), ((2,), (S0,)), ((2, 2), (S0, S1))], ids=str
+)
 def test_spectral_norm(shape: Any, ps: Any, kind: str) -> None:
     wrap = nn.utils.spectral_norm if kind == "old" else parametrizations.spectral_norm
 
@@ -577,7 +586,9 @@ def test_clipping_and_vectors(shape: Any, ps: Any) -> None:
         close(v, nn.utils.parameters_to_vector(one.parameters()))
         layouts = [p.placements for p in many.parameters()]
         nn.utils.vector_to_parameters(v * 2, many.parameters())
-        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(one.parameters()) * 2, one.parameters())
+        nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(one.parameters()) * 2, one.parameters()
+        )
         assert [p.placements for p in many.parameters()] == layouts
         same(many, one)
 
@@ -587,7 +598,9 @@ def test_clipping_and_vectors(shape: Any, ps: Any) -> None:
 def test_buffers_and_printing() -> None:
     def fn(mesh: Any) -> None:
         one, many = both(mesh, (S0,))
-        many.register_buffer("more", distribute_tensor(torch.arange(4.0), mesh, [S0]), persistent=False)
+        many.register_buffer(
+            "more", distribute_tensor(torch.arange(4.0), mesh, [S0]), persistent=False
+        )
         assert "more" not in many.state_dict()
         assert dict(many.named_buffers())["more"].placements == (S0,)
         many.register_buffer("nothing", None)
@@ -602,7 +615,9 @@ def test_buffers_and_printing() -> None:
         train(many, dx)
         for p, q in zip(many.parameters(), one.parameters()):
             close(p.grad, q.grad)
-        assert sum(p.numel() for p in many.parameters()) == sum(p.numel() for p in one.parameters())
+        assert sum(p.numel() for p in many.parameters()) == sum(
+            p.numel() for p in one.parameters()
+        )
         assert many.apply(lambda m: None) is many
         with torch.no_grad():
             many.apply(lambda m: m.weight.fill_(1.0) if isinstance(m, nn.Linear) else None)

@@ -62,13 +62,17 @@ def test_numbers(shape: Any, ps: Any) -> None:
                     assert math.floor(d) == math.floor(value)
         d = lay_out(torch.tensor(math.pi).double(), mesh, fits(ps, 0))
         assert f"{d:.3f}" == "3.142"
-        assert "{:e}".format(d) == f"{math.pi:e}"
+        assert f"{d:e}" == f"{math.pi:e}"
         assert f"{d}"
         assert round(d, ndigits=2).item() == pytest.approx(3.14)
         assert d == pytest.approx(math.pi)
-        assert not (d != d)
-        assert (d > 3) and (d < 4)
-        n = distribute_tensor(torch.tensor([2]), mesh, fits(ps, 1) if not any(p.is_partial() for p in ps) else None)
+        assert d == d
+        assert 3 < d < 4
+        n = distribute_tensor(
+            torch.tensor([2]),
+            mesh,
+            fits(ps, 1) if not any(p.is_partial() for p in ps) else None,
+        )
         assert [1, 2, 3][n] == 3
         assert list(range(5))[: int(n)] == [0, 1]
         assert torch.zeros(4)[n.item()] == 0
@@ -267,13 +271,22 @@ def test_memory(shape: Any, ps: Any) -> None:
     def fn(mesh: Any) -> None:
         d = lay_out(x, mesh, ps)
         whole = d.layout.is_replicated
-        for ask in (lambda t: t.data_ptr(), lambda t: t.untyped_storage(), lambda t: t.storage(), lambda t: t.numpy()):
+        for ask in (
+            lambda t: t.data_ptr(),
+            lambda t: t.untyped_storage(),
+            lambda t: t.storage(),
+            lambda t: t.numpy(),
+        ):
             if whole:
                 ask(d)
             else:
                 with pytest.raises((AliasError, UnsupportedError), match="to_local"):
                     ask(d)
-        for ask in (lambda t: t.apply_(abs), lambda t: t.share_memory_(), lambda t: t.map_(t, max)):
+        for ask in (
+            lambda t: t.apply_(abs),
+            lambda t: t.share_memory_(),
+            lambda t: t.map_(t, max),
+        ):
             with pytest.raises(UnsupportedError, match="to_local"):
                 ask(d)
         close(d, x)

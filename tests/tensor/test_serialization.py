@@ -25,13 +25,23 @@ from shardwise.errors import LayoutError
 from shardwise.testing.sweep import lay_out
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
-PLACED = [((2,), (R,)), ((2,), (S0,)), ((2,), (P,)), ((4,), (S1,)), ((2, 2), (S0, S1)), ((2, 2), (P, S0))]
+PLACED = [
+    ((2,), (R,)),
+    ((2,), (S0,)),
+    ((2,), (P,)),
+    ((4,), (S1,)),
+    ((2, 2), (S0, S1)),
+    ((2, 2), (P, S0)),
+]
 placed = pytest.mark.parametrize(("shape", "ps"), PLACED, ids=str)
 
 
 def on_mesh(shape: tuple[int, ...], fn: Callable[[Any], Any]) -> list[Any]:
     """Run ``fn(mesh)`` on the virtual ranks of a mesh."""
-    return simulate(lambda: fn(init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])), math.prod(shape))
+    return simulate(
+        lambda: fn(init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])),
+        math.prod(shape),
+    )
 
 
 def close(got: Any, want: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, jacrev, vjp, vmap
 import torch.nn.functional as F
 
 from shardwise import (
@@ -19,7 +20,7 @@ from shardwise import (
     init_device_mesh,
     simulate,
 )
-from shardwise.errors import ShardError, UnsupportedError
+from shardwise.errors import UnsupportedError
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -59,7 +60,9 @@ def test_compile_runs_the_calls_as_they_are() -> None:
             close(da.grad, pa.grad)
             close(db.grad, pb.grad)
         px, dx = both(torch.randn(4, 4, 4, dtype=torch.float64), mesh, [S1])
-        (py, dy), (pz, dz) = (both(torch.randn(4, dtype=torch.float64), mesh, [R]) for _ in range(2))
+        (py, dy), (pz, dz) = (
+            both(torch.randn(4, dtype=torch.float64), mesh, [R]) for _ in range(2)
+        )
         a, b = norm(px, py, pz), torch.compile(norm, backend="aot_eager")(dx, dy, dz)
         close(b, a)
         a, b = torch.matmul(a, px).permute(0, 2, 1), torch.matmul(b, dx).permute(0, 2, 1)
@@ -77,7 +80,9 @@ def test_compile_runs_the_calls_as_they_are() -> None:
         for d, p in zip(many.parameters(), one.parameters()):
             close(d.grad, p.grad)
         # a call in the middle of plain code, and what is around it
-        mixed = torch.compile(lambda t, d: (t * 2 + 1, (d + 1).full_tensor() * t), backend="aot_eager")
+        mixed = torch.compile(
+            lambda t, d: (t * 2 + 1, (d + 1).full_tensor() * t), backend="aot_eager"
+        )
         t = torch.randn(4, dtype=torch.float64)
         u, v = mixed(t, distribute_tensor(t, mesh, [S0]))
         torch.testing.assert_close(u, t * 2 + 1)
@@ -86,30 +91,57 @@ def test_compile_runs_the_calls_as_they_are() -> None:
     on_mesh((2,), fn)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_functional_transforms_raise() -> None:
-    x = torch.randn(4, 4, dtype=torch.float64)
+FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "grad": lambda t, u: grad(lambda t: (t * t).tanh().sum())(t),
+    "second argument": lambda t, u: grad(lambda t, u: (t @ u).tanh().sum(), argnums=1)(t, u),
+    "softmax": lambda t, u: grad(lambda t: (t.softmax(-1) ** 2).sum())(t),
+    "vjp": lambda t, u: vjp(lambda t: t @ u, t)[1](u)[0],
+    "jacrev": lambda t, u: jacrev(lambda t: t.sum(0))(t),
+    "vmap": lambda t, u: vmap(lambda r, s: (r * s).sum())(t, u),
+    "closed over": lambda t, u: grad(lambda t: (t @ u).tanh().sum())(t),
+    "inside": lambda t, u: grad(lambda t: (t @ (u @ u)).tanh().sum())(t),
+    "vmap closed over": lambda t, u: vmap(lambda r: r @ u)(t),
+    "linear": lambda t, u: grad(lambda t: F.linear(t, u, u[0]).tanh().sum())(t),
+    "nested": lambda t, u: grad(lambda t: (grad(lambda s: (s @ u).tanh().sum())(t) ** 2).sum())(
+        t
+    ),
+    "per sample": lambda t, u: vmap(grad(lambda p, r: (r @ p).tanh().sum()), (None, 0))(u, t),
+    "moved inside": lambda t, u: grad(lambda t: (t @ spread(u)).tanh().sum())(t),
+}
+
+
+def spread(u: Any) -> Any:
+    return u.redistribute(placements=[S0]) if isinstance(u, DTensor) else u
+
+
+@pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_functional_transforms(f: Any) -> None:
+    x, w = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
 
     def fn(mesh: Any) -> None:
-        d, e = distribute_tensor(x, mesh, [S0]), distribute_tensor(x, mesh)
-
-        def f(t: Any) -> Any:
-            return (t @ e).tanh().sum()
-
-        for transform in (
-            lambda: torch.func.grad(f)(d),
-            lambda: torch.func.grad(f)(x),
-            lambda: torch.func.vjp(f, d),
-            lambda: torch.func.jacrev(f)(d),
-            lambda: torch.func.jvp(f, (d,), (d,)),
-        ):
-            with pytest.raises(ShardError, match=r"torch.func|forward-mode"):
-                transform()
-        # and nothing of it is left behind
-        close(f(d), f(e).full_tensor())
-        assert torch.func.grad(lambda t: (t * t).sum())(x).equal(2 * x)
+        for ps in ((R,), (S0,), (S1,)):
+            for _ in range(2):  # a second time, when the programs are known
+                d, e = distribute_tensor(x, mesh, ps), distribute_tensor(w, mesh, [S1])
+                close(f(d, e), f(x, w))
+                (px, dx), (pw, dw) = (
+                    both(x, mesh, ps),
+                    both(w, mesh, [S1]),
+                )  # gradients of gradients
+                want, got = f(px, pw), f(dx, dw)
+                assert got.requires_grad == want.requires_grad
+                if want.requires_grad:
+                    want.sin().sum().backward()
+                    got.sin().sum().backward()
+                    for p, q in ((px, dx), (pw, dw)):
+                        close(q.grad, p.grad) if p.grad is not None else None
+        close(d + e, x + w)  # nothing is left behind
 
     on_mesh((2,), fn)
+    assert grad(lambda t: (t * t).sum())(x).equal(2 * x)
+    assert (
+        DTensor.__dict__["__torch_function__"].__func__.__qualname__
+        == "DTensor.__torch_function__"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -122,6 +154,8 @@ def test_forward_mode_raises() -> None:
                 torch.autograd.forward_ad.make_dual(primal, tangent)
         with pytest.raises(UnsupportedError, match="forward-mode"):
             torch.autograd.forward_ad.unpack_dual(d)
+    with pytest.raises(UnsupportedError, match="forward-mode"):
+        torch.func.jvp(torch.tanh, (d,), (d,))
     want = torch.autograd.functional.jvp(torch.tanh, x, x)
     for got, p in zip(torch.autograd.functional.jvp(torch.tanh, d, d), want):
         close(got, p)
@@ -134,7 +168,7 @@ def test_jit_trace_raises() -> None:
     d = distribute_tensor(x, mesh)
     net = distribute_module(nn.Linear(4, 4), mesh)
     for _ in range(2):  # a call that was seen before, too
-        (d * 2, x * d)  # noqa: B018
+        (d * 2, x * d)
         for trace in (
             lambda: torch.jit.trace(lambda t: t * 2, (d,)),
             lambda: torch.jit.trace(lambda t: t * d, (x,)),

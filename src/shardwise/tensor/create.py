@@ -72,14 +72,18 @@ def _piece(tensor: Tensor, spec: Spec, source: int | None) -> Tensor:
     if not layout.is_sharded:
         mine = tensor.permute(order)
         mine = mine if spec.transport.rank == src else like
-        got = spec.transport.broadcast(mine.contiguous(), mesh.ranks, src)
+        got = spec.transport.broadcast(mine.contiguous(), mesh.ranks, src, tag=_all_axes(mesh))
     else:
         pieces = None
         if spec.transport.rank == src:
             pieces = [_cut(tensor, layout, c).permute(order).contiguous() for c in mesh.coordinates()]
-        got = spec.transport.scatter(pieces, like, mesh.ranks, src)
+        got = spec.transport.scatter(pieces, like, mesh.ranks, src, tag=_all_axes(mesh))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return _masked(got.permute(inverse), layout, coord)
+
+
+def _all_axes(mesh: Mesh) -> str:
+    return "*".join(map(mesh.axis_name, range(mesh.ndim)))
 
 
 def _memory_order(layout: Layout) -> list[int]:

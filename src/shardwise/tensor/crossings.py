@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -114,7 +115,10 @@ def from_local(
     if plain and stride is None and not (run_check and shape is None):
         asked = None if shape is None else tuple(shape)
         key = (id(device_mesh), *placements, asked, local.shape, local.stride(), local.dtype)
-        found = known.get(key)
+        try:
+            found = known.get(key)
+        except TypeError:  # a spec with lists in it
+            key = found = None
         if found is not None:
             return _entered(local, *found)
     mesh, dims, partial = resolve(device_mesh, placements, local.ndim)
@@ -127,14 +131,14 @@ def from_local(
         raise LayoutError(f"an average of whole numbers ({local.dtype}) is pending, and may be none.")
     if 0 in local.stride() and local.numel() > 1:
         local = local.contiguous()
-    whole = tuple(shape) if shape is not None else None
-    order = tuple(local.stride()) if stride is None else tuple(stride)
-    if run_check and shape is None and len(mesh.ranks) > 1:
-        whole, agreed = _agreed(local, mesh, dims, partial, whole, transport)
-        order = agreed if stride is None else order
-    elif whole is None:
+    order = tuple(local.stride())
+    if shape is not None:
+        whole = tuple(shape)
+    elif run_check and len(mesh.ranks) > 1:
+        whole, order = _agreed(local, mesh, dims, partial, transport)
+    else:
         whole = _taken_shape(local, dims, mesh)
-    dense = order if stride is not None else boxes.restride(whole, order)
+    dense = tuple(stride) if stride is not None else boxes.restride(whole, order)
     layout = Layout(mesh, dims, _inside(partial), whole, dense, local.dtype)
     spec = spec_of(layout, transport)
     if local.shape != spec.local_shape:
@@ -144,22 +148,23 @@ def from_local(
         )
     given, local = local, _in_memory_order(local, layout)
     if "avg" in partial:
-        n = 1
-        for a, op in enumerate(partial):
-            n *= mesh.shape[a] if op == "avg" else 1
-        local = local / n
-    want = layout
-    if grad_placements is not None:
-        gd, gp = parse(mesh, grad_placements, local.ndim)
-        want = layout.with_placement(gd, gp)
-    elif layout.is_partial:
-        want = layout.with_placement(dims, (None,) * mesh.ndim)
-    back = mover(layout.dual(), want, transport) if want is not layout.dual() else None
+        local = local / math.prod(n for n, op in zip(mesh.shape, partial) if op == "avg")
+    back = _way_back(layout, grad_placements, transport)
     if key is not None and local is given:
         if len(known) > 16384:
             known.clear()
         known[key] = (spec, back)
     return _entered(local, spec, back)
+
+
+def _way_back(layout: Layout, grad_placements: Any, transport: Transport) -> Mover | None:
+    """From the gradient of the DTensor to that of the local: as the value, pending sums replicated."""
+    want = layout
+    if grad_placements is not None:
+        want = layout.with_placement(*parse(layout.mesh, grad_placements, layout.ndim))
+    elif layout.is_partial:
+        want = layout.with_placement(layout.dims, (None,) * layout.mesh.ndim)
+    return mover(layout.dual(), want, transport) if want is not layout.dual() else None
 
 
 def _entered(local: Tensor, spec: Spec, back: Mover | None) -> DTensor:
@@ -194,11 +199,11 @@ def _taken_shape(local: Tensor, dims: Any, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _agreed(
-    local: Tensor, mesh: Mesh, dims: Any, partial: Any, shape: tuple[int, ...] | None, transport: Transport
+    local: Tensor, mesh: Mesh, dims: Any, partial: Any, transport: Transport
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The global shape that the pieces of all ranks make, and the strides of the first rank's.
 
-    All ranks raise if they make none, or not the given one.
+    All ranks raise if they make none.
     """
     sharded = {a for axes in dims for a in axes}
     replica = all(a in sharded or partial[a] is not None for a in range(mesh.ndim))
@@ -216,9 +221,7 @@ def _agreed(
     whole = list(local.shape)
     origin = (0,) * mesh.ndim
     for d, axes in enumerate(dims):
-        if shape is not None:
-            whole[d] = shape[d]
-        elif axes:
+        if axes:
             base = {c: s[0][d] for c, s in by_coord.items() if all(c[a] == 0 for a in range(mesh.ndim) if a not in axes)}
             whole[d] = sum(base.values())
         else:

@@ -16,7 +16,6 @@ from torch import Tensor
 from shardwise.comm.transport import Transport
 from shardwise.compat import (
     autocast_dtype,
-    functorch_active,
     is_autocast_enabled,
     jit_tracing,
 )
@@ -36,7 +35,7 @@ from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
 from shardwise.tensor.explain import located
 from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.strides import agrees, in_order
-from shardwise.tensor.transforms import refuse_tracing, under_transform
+from shardwise.tensor.transforms import refuse_tracing
 from shardwise.tensor.whole import check_writable, functional_form, version, write_into, writes
 from shardwise.tensor.writes import restorer, write_to_copy, writes_to_copy
 
@@ -133,8 +132,6 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return special(func, args, kwargs)
     if jit_tracing() is not None:
         refuse_tracing()
-    if functorch_active() is not None:
-        return under_transform(func, args, kwargs)
     if kwargs.get("out") is not None:
         return into_out(func, args, kwargs)
     if kwargs.get("requires_grad"):  # a new leaf: its gradient is watched

@@ -357,7 +357,7 @@ class DTensor(torch.Tensor):
             run_check: One small exchange of shapes, dtypes and checksums of replicas, so that uneven
                 pieces give the right global shape and differing replicas raise. Without it nothing is
                 sent, and every rank's piece is *taken* to have this rank's size: the caller's promise.
-            shape: Global shape; the check, if any, is then whether the pieces are those of it.
+            shape: Global shape; skips the check, so that nothing is sent.
             stride: Global stride.
             grad_placements: Layout in which the gradient reaches ``local_tensor``; by default that of the
                 value, with pending sums replicated.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.compat import module_call_code
-from shardwise.compat import module_call_code
 from shardwise.errors import MeshError, ShardError
 from shardwise.events import user_site
 from shardwise.layout.layout import Layout

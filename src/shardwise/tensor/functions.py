@@ -120,7 +120,9 @@ class _Bridge(torch.autograd.Function):
         function = _backward_of(call.user)
         if getattr(function, "__code__", None) is _ONCE:
             inner = function.__wrapped__
-            return once_differentiable(lambda ctx, *grads: _run_backward(ctx, inner, grads))(ctx, *grads)
+            return once_differentiable(lambda ctx, *grads: _run_backward(ctx, inner, grads))(
+                ctx, *grads
+            )
         return _run_backward(ctx, function, grads)
 
 
@@ -159,7 +161,9 @@ def _give(call: _Call, i: int, g: Any, needed: tuple[bool, ...]) -> Any:
     layout = Layout.of(call.mesh, None, g.shape, None, g.dtype)
     dual, transport = layout.dual(), call.plain.transport
     if isinstance(g, DTensor):
-        src = g._spec.layout if g._spec.layout.mesh is call.mesh else g._spec.layout.on(call.mesh)
+        src = (
+            g._spec.layout if g._spec.layout.mesh is call.mesh else g._spec.layout.on(call.mesh)
+        )
         return mover(src, src.with_placement(dual.dims, dual.partial), transport)(g._local)
     return mover(layout, dual, transport)(g)
 
@@ -185,7 +189,9 @@ def _fit(g: Tensor, layout: Layout, user: Any) -> Tensor:
 def _backward_of(user: Any) -> Any:
     base = torch.autograd.Function
     if user.backward is not base.backward and user.vjp is not base.vjp:
-        raise GradientError(f"{user.__name__} defines both backward and vjp; define one of them")
+        raise GradientError(
+            f"{user.__name__} defines both backward and vjp; define one of them"
+        )
     return user.vjp if user.vjp is not base.vjp else user.backward
 
 
@@ -193,7 +199,11 @@ def _bridge_of(user: Any) -> Any:
     """The bridge of a Function: one class each, so that nodes have the user's name."""
     found = user.__dict__.get("_shardwise_bridge")
     if found is None:
-        kept = {"clear_saved_tensors_on_access": getattr(user, "clear_saved_tensors_on_access", False)}
+        kept = {
+            "clear_saved_tensors_on_access": getattr(
+                user, "clear_saved_tensors_on_access", False
+            )
+        }
         found = user._shardwise_bridge = FUNCTION_KIND(user.__name__, (_Bridge,), kept)
     return found
 

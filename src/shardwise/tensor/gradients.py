@@ -141,7 +141,9 @@ def _bucket(spec: Spec) -> tuple[tuple[int, ...], str]:
     """Over which ranks a leaf's gradient is reduced, and the names of those axes."""
     assert spec.coord is not None, "ranks outside the mesh have no leaves"
     mesh = spec.layout.mesh
-    axes = tuple(a for a, op in enumerate(spec.layout.dual().partial) if op is not None)
+    axes = tuple(
+        a for a, op in enumerate(spec.layout.dual().partial) if op is not None and mesh.shape[a] > 1
+    )
     return mesh.group_ranks(axes, spec.coord), "*".join(mesh.axis_name(a) for a in axes)
 
 

@@ -37,7 +37,8 @@ class _Node:
             if got is None:
                 return None
             return tuple(
-                g if spec is None or g is None else given(spec, g) for g, spec in zip(got, specs)
+                g if spec is None or g is None else given(spec, g)
+                for g, spec in zip(got, specs)
             )
 
         return self.node.register_hook(on_locals)

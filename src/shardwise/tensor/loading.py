@@ -15,7 +15,9 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.metadata import like
 
 
-def _load(original: Any, module: nn.Module, state: Any, prefix: str, metadata: Any, *rest: Any) -> Any:
+def _load(
+    original: Any, module: nn.Module, state: Any, prefix: str, metadata: Any, *rest: Any
+) -> Any:
     if metadata.get("assign_to_params_buffers", False):
         state = _laid_out(module, state, prefix)
     return original(module, state, prefix, metadata, *rest)
@@ -26,9 +28,14 @@ def _laid_out(module: nn.Module, state: Any, prefix: str) -> Any:
     changed: dict[str, Any] = {}
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value = state.get(prefix + name)
-        if isinstance(own, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            if value.shape == own.shape and not value.is_meta:
-                changed[prefix + name] = like(own, value)
+        if (
+            not isinstance(own, DTensor)
+            or not isinstance(value, Tensor)
+            or isinstance(value, DTensor)
+        ):
+            continue
+        if value.shape == own.shape and not value.is_meta:
+            changed[prefix + name] = like(own, value)
     return {**state, **changed} if changed else state
 
 

@@ -27,7 +27,17 @@ _FROM_WRAPPER = [
     _T.is_same_size, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_conj,
     torch.is_neg, torch.is_same_size, torch.is_inference, _T.is_coalesced, _T.dense_dim, _T.sparse_dim, _T.dim_order,
 ]  # fmt: skip
-_GETTERS = ("is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "itemsize", "nbytes", "names", "name", "imag_")
+_GETTERS = (
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_nested",
+    "itemsize",
+    "nbytes",
+    "names",
+    "name",
+    "imag_",
+)
 # The wrapper's device may be stale: these are read from the local.
 _DEVICE_GETTERS = (
     "is_cpu", "is_cuda", "is_meta", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "is_vulkan", "is_ipu", "is_maia", "is_mtia",
@@ -62,7 +72,9 @@ for _name in _DEVICE_GETTERS:
 
 @override(torch.is_complex, _T.is_complex)
 def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    x: Any = args[0] if args else kwargs["input"]  # the optimizers ask every parameter at every step
+    x: Any = (
+        args[0] if args else kwargs["input"]
+    )  # the optimizers ask every parameter at every step
     return x._spec.dtype.is_complex
 
 
@@ -75,7 +87,9 @@ def _view_getter(method: Any) -> Any:
 
 OVERRIDES[_T.T.__get__] = _view_getter(lambda x: x.permute(*reversed(range(x.ndim))))
 OVERRIDES[_T.mT.__get__] = _view_getter(lambda x: x.transpose(-2, -1))
-OVERRIDES[_T.H.__get__] = _view_getter(lambda x: x.transpose(-2, -1).conj() if x.ndim else x.conj())
+OVERRIDES[_T.H.__get__] = _view_getter(
+    lambda x: x.transpose(-2, -1).conj() if x.ndim else x.conj()
+)
 OVERRIDES[_T.mH.__get__] = _view_getter(lambda x: x.transpose(-2, -1).conj())
 OVERRIDES[_T.real.__get__] = _view_getter(lambda x: torch.real(x))
 OVERRIDES[_T.imag.__get__] = _view_getter(lambda x: torch.imag(x))
@@ -95,11 +109,15 @@ def _deepcopy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "only tensors that the user created support deepcopy; this one is the result of a call.",
             tries=["copy.deepcopy(x.detach())"],
         )
-    out = wrap(x._local.detach().clone(memory_format=torch.preserve_format), x._spec.guards or x._spec)
+    out = wrap(
+        x._local.detach().clone(memory_format=torch.preserve_format), x._spec.guards or x._spec
+    )
     memo[id(x)] = out
     if x.requires_grad:
         out.requires_grad_()
-    if not isinstance(x, torch.nn.Parameter) and (g := x.grad) is not None:  # as torch: not of parameters
+    if (
+        not isinstance(x, torch.nn.Parameter) and (g := x.grad) is not None
+    ):  # as torch: not of parameters
         out.grad = copy.deepcopy(g, memo)
     for name, value in x.__dict__.items():
         if name not in _OWN:
@@ -125,7 +143,11 @@ def rebuild(
     if transport.rank != rank and not layout.is_replicated:
         raise LayoutError(
             f"this is rank {rank}'s piece of {layout}, read on rank {transport.rank}.",
-            tries=["let every rank read what it wrote", "save x.full_tensor()", "shardwise.checkpoint: any ranks can read it"],
+            tries=[
+                "let every rank read what it wrote",
+                "save x.full_tensor()",
+                "shardwise.checkpoint: any ranks can read it",
+            ],
         )
     out = wrap(local, spec_of(layout, transport))
     if requires_grad:
@@ -158,7 +180,11 @@ def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """What ``load_state_dict`` puts in place of ``self``; a plain value is given the layout of ``self``."""
     x, other = args
     if not isinstance(x, DTensor):
-        return x.copy_(other.full_tensor()).detach() if not kwargs.get("assign") else other.detach()
+        return (
+            x.copy_(other.full_tensor()).detach()
+            if not kwargs.get("assign")
+            else other.detach()
+        )
     if kwargs.get("assign"):
         if isinstance(other, DTensor):
             return other.detach()
@@ -170,9 +196,17 @@ def like(x: DTensor, value: Tensor) -> DTensor:
     """A plain value that all ranks have, laid out like ``x``."""
     whole = x._spec.layout.replicated().with_dtype(value.dtype)
     if value.shape != x.shape:
-        raise LayoutError(f"a value of shape {tuple(value.shape)} for a DTensor of shape {tuple(x.shape)}.")
+        raise LayoutError(
+            f"a value of shape {tuple(value.shape)} for a DTensor of shape {tuple(x.shape)}."
+        )
     value = value.detach().to(x._spec.device_type)
-    have = wrap(value, spec_of(whole.with_tensor(whole.shape, restride(whole.shape, value.stride()), value.dtype), x._spec.transport))
+    have = wrap(
+        value,
+        spec_of(
+            whole.with_tensor(whole.shape, restride(whole.shape, value.stride()), value.dtype),
+            x._spec.transport,
+        ),
+    )
     return have.redistribute(placements=x._spec.layout)
 
 
@@ -185,7 +219,8 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, y = (*args, *kwargs.values())[:2] if len(args) + len(kwargs) > 1 else (args[0], None)
     if not isinstance(x, DTensor) or not isinstance(y, DTensor) or len(args) + len(kwargs) > 2:
         raise UnsupportedError(
-            "set_ on a DTensor takes a DTensor; storages are in pieces.", tries=["x.set_(y)", "x.data = y"]
+            "set_ on a DTensor takes a DTensor; storages are in pieces.",
+            tries=["x.set_(y)", "x.data = y"],
         )
     x.data = y
     return x
@@ -218,7 +253,8 @@ def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @override(_T.apply_, _T.map_, _T.map2_, _T.share_memory_)
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(
-        f"{func.__name__} works on memory, which a DTensor has in pieces.", tries=["x.to_local()"]
+        f"{func.__name__} works on memory, which a DTensor has in pieces.",
+        tries=["x.to_local()"],
     )
 
 
@@ -237,7 +273,9 @@ def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, want = args[0], func.__name__
     if x.device.type == want:
         return x
-    raise UnsupportedError(f"the device of a DTensor is that of its mesh ({x.device.type}); redistribute to a {want} mesh")
+    raise UnsupportedError(
+        f"the device of a DTensor is that of its mesh ({x.device.type}); redistribute to a {want} mesh"
+    )
 
 
 @override(_T.new_tensor)
@@ -245,12 +283,12 @@ def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return args[0]._local.new_tensor(*args[1:], **kwargs)
 
 
-@override(_T.__array_wrap__)
-def _array_wrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _array_wrap(x: DTensor, array: Any, context: Any = None, return_scalar: bool = False) -> DTensor:
     """A numpy function was called on the whole value, on all ranks: its result is replicated."""
-    x, array = args[0], args[1] if len(args) > 1 else kwargs["array"]
     value = torch.from_numpy(array.astype("uint8") if array.dtype == bool else array)
-    return wrap(value, spec_of(Layout.of(x.device_mesh, None, value.shape, value.stride(), value.dtype), x._spec.transport))
+    layout = Layout.of(x.device_mesh, None, value.shape, value.stride(), value.dtype)
+    return wrap(value, spec_of(layout, x._spec.transport))
 
 
+DTensor.__array_wrap__ = _array_wrap  # pyright: ignore[reportAttributeAccessIssue]
 on_compare(lambda t: t.detach().full_tensor() if isinstance(t, DTensor) else t)

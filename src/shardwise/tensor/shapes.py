@@ -12,9 +12,13 @@ from shardwise.tensor.overrides import override
 _T = torch.Tensor
 
 
-@override(_T.t_, _T.transpose_, _T.swapaxes_, _T.swapdims_, _T.squeeze_, _T.unsqueeze_)
+_NAMES = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_")
+_OPS = [getattr(torch.ops.aten, name) for name in _NAMES]  # as they come through the dispatcher
+
+
+@override(*(getattr(_T, name) for name in _NAMES), *(getattr(op, o) for op in _OPS for o in op.overloads()))
 def _reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, name = args[0], func.__name__
+    x, name = args[0], func.__name__.partition(".")[0]
     local = x._local
     if local.requires_grad and local.is_leaf:
         raise UnsupportedError(
