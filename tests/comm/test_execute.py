@@ -115,6 +115,21 @@ def test_minus_infinity_and_nan_survive():
     simulate(on_rank, 2)
 
 
+@pytest.mark.parametrize("op", ["sum", "max", "min", "product"])
+def test_replicas_and_pieces_become_pending(op):
+    """What a rank holds besides the one that keeps the value must add nothing."""
+    x = torch.tensor([-2.0, 0.5, 3.0])
+
+    def on_rank():
+        mesh = init_device_mesh("cpu", (2, 2))
+        for src in ([R, R], [Shard(0), R], [Shard(0), Shard(0)], [R, Shard(0)]):
+            for dst in ([Partial(op), R], [Partial(op), Partial(op)], [Shard(0), Partial(op)]):
+                d = distribute_tensor(x, mesh, src, src_data_rank=None).redistribute(mesh, dst)
+                assert torch.equal(d.full_tensor(), x), (src, dst)
+
+    simulate(on_rank, 4)
+
+
 def test_empty_pieces_take_part():
     """Four ranks, one row: three hold nothing, and every rank calls the same collectives."""
     x = torch.randn(1, 5, dtype=torch.float64)

@@ -403,6 +403,11 @@ def test_backward_inputs_and_retain_graph(shape: Any, ps: Any) -> None:
         close(dw.grad, pw.grad)
         with pytest.raises(RuntimeError, match="second time"):
             b.backward()
+        hp, hd = px * 2, dx * 2  # of a non-leaf
+        loss(hp, pw).backward(inputs=[hp])
+        loss(hd, dw).backward(inputs=[hd])
+        close(hd.grad, hp.grad)
+        close(dx.grad, px.grad)
         torch.autograd.backward([loss(px, pw), (px * 2).sum()])
         torch.autograd.backward([loss(dx, dw), (dx * 2).sum()])
         close(dx.grad, px.grad)

@@ -20,7 +20,7 @@ class LocalContext:
         axes: The mesh axes that shard each factor.
     """
 
-    __slots__ = ("axes", "coord", "func", "ins", "mesh", "outs", "transport")
+    __slots__ = ("_groups", "axes", "coord", "func", "ins", "mesh", "outs", "transport")
 
     def __init__(
         self,
@@ -34,11 +34,15 @@ class LocalContext:
         self.func, self.ins, self.outs, self.axes, self.mesh = func, ins, outs, axes, mesh
         self.transport = transport
         self.coord = mesh.coordinate_of(transport.rank)
+        self._groups: dict[tuple[str, ...], Group] = {}
 
     def group(self, *factors: str) -> Group:
         """The ranks that share this rank's part of everything but the given factors."""
-        axes = tuple(a for f in factors for a in self.axes.get(f, ()))
-        return self.group_over(axes)
+        found = self._groups.get(factors)
+        if found is None:
+            axes = tuple(a for f in factors for a in self.axes.get(f, ()))
+            found = self._groups[factors] = self.group_over(axes)
+        return found
 
     def group_over(self, axes: tuple[int, ...]) -> Group:
         """The ranks that differ from this one on the given mesh axes."""

@@ -175,6 +175,11 @@ def mean(
         inside = torch.float32 if out in _NARROW else out
         return (torch.sum(input, dims, keepdim, dtype=inside) / n).to(out)
 
+    def usual(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
+        return input.sum().div_(n)  # the sum is ours alone
+
+    if out is input.dtype and out not in _NARROW and len(dims) == input.ndim and not keepdim:
+        local = usual
     return reduction(
         input, dims, keepdim, local=local, op="sum", linear=is_inexact(input.dtype)
     )

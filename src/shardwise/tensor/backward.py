@@ -79,6 +79,9 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     inputs = given.pop("inputs", None)
     if inputs is not None:
         given["inputs"] = [_local(t) for t in _as_list(inputs)]
+        for t in _as_list(inputs):
+            if isinstance(t, DTensor) and not t.is_leaf:
+                t.__dict__["_asked_for"] = True
     torch.autograd.backward([_local(t) for t in tensors], _seeds(tensors, grads), **given)
 
 

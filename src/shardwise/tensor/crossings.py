@@ -290,10 +290,10 @@ def redistribute(
     if mesh is not src.mesh:
         if mesh != src.mesh and src.mesh.axes_in(mesh) is None:
             raise MeshError(f"a tensor on {src.mesh} cannot be moved to {mesh}, which does not contain it.")
-        x = wrap(onto(x, mesh), spec_of(src.on(mesh), x._spec.transport))
-        src = x._spec.layout
+        src = src.on(mesh)
+        x = wrap(onto(x, mesh), spec_of(src, x._spec.transport))
     if forward_dtype is not None and forward_dtype != src.dtype:
-        x = x.to(forward_dtype)
+        x = x.to(forward_dtype)  # pyright: ignore[reportAssignmentType]
         src = x._spec.layout
     dst = dense(src).with_placement(dims, _inside(partial))
     move = mover(src, dst, x._spec.transport)

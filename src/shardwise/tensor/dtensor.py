@@ -36,6 +36,7 @@ from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.strides import in_order
 
 _NO_KWARGS: dict[str, Any] = {}
+_NO_KEY: Any = object()  # in no table
 LIFTED: set[Any] = set()  # functions whose float arguments are passed at run time: no part of the key
 _SLOW: list[Callable[..., Any]] = []  # the slow path, and what adds the place to its errors
 
@@ -80,9 +81,23 @@ class DTensor(torch.Tensor):
                         program = spec.fast.get((func, spec, float))
                         if program is not None:
                             return _finish(program, program.target(a._local, b), a)
+                    elif kind is int:
+                        program = spec.fast.get((func, spec, b))
+                        if program is not None and program.arg_movers is None:
+                            return _finish(program, program.target(a._local, *(program.rest or (b,))), a)
+                    elif kind is tuple and func is _GETITEM:
+                        program = spec.fast.get((func, spec, *map(_index_key, b)))
+                        if program is not None and program.arg_movers is None:
+                            index = b if program.rest is None else program.rest[0]
+                            return _finish(program, program.target(a._local, index), a)
             elif n == 3:
                 a, b, c = args
-                if type(a) is DTensor and type(b) is DTensor:
+                if type(b) is int and type(c) is int and type(a) is DTensor:
+                    spec = a._spec
+                    program = spec.fast.get((func, spec, b, c))
+                    if program is not None and program.arg_movers is None:
+                        return _finish(program, program.target(a._local, *(program.rest or (b, c))), a)
+                elif type(a) is DTensor and type(b) is DTensor:
                     spec = a._spec
                     if c is None:
                         program = spec.fast.get((func, spec, b._spec, None))
@@ -106,6 +121,14 @@ class DTensor(torch.Tensor):
                             return _finish(program, program.target(a._local), a)
                         return _finish(program, program.target(*_moved(program, a._local)), a)
             kwargs = _NO_KWARGS
+        elif len(args) == 1 and len(kwargs) == 1 and type(args[0]) is DTensor:
+            a = args[0]
+            ((name, b),) = kwargs.items()
+            if type(b) is bool:
+                spec = a._spec
+                program = spec.fast.get((func, spec, name, b))
+                if program is not None and program.arg_movers is None:
+                    return _finish(program, program.target(a._local, **kwargs), a)
         by_hand = OVERRIDES.get(func)
         if by_hand is not None:
             try:
@@ -255,7 +278,7 @@ class DTensor(torch.Tensor):
         leaf = leaf_of(local)
         if leaf is not None:
             return _leaf_grad(leaf) if leaf.shown is None else leaf.shown
-        if local.requires_grad and not local.is_leaf and not local.retains_grad:
+        if local.requires_grad and not local.is_leaf and not local.retains_grad and "_asked_for" not in self.__dict__:
             return None
         g = local.grad
         if g is None:
@@ -553,6 +576,17 @@ _CROSSINGS: dict[str, Callable[..., Any]] = {}
 
 
 _NESTED = frozenset((list, tuple, slice))
+_GETITEM = torch.Tensor.__getitem__
+
+
+def _index_key(x: Any) -> Any:
+    """One part of an index, as part of a key; a number is told from a bool."""
+    kind = type(x)
+    if kind is slice:
+        return x.start, x.stop, x.step
+    return (kind, x) if kind is not DTensor else _NO_KEY
+
+
 
 
 def _one_tensor_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -599,17 +633,11 @@ def _many_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if first is not None:
         local_kwargs = kwargs
         if kwargs:
-            local_kwargs = kwargs.copy()
-            for name, a in kwargs.items():
-                key.append(name)
-                if type(a) is DTensor:
-                    key.append(a._spec)
-                    local_kwargs[name] = a._local
-                else:
-                    kind = type(a)
-                    key.append(kind)
-                    if kind is not float or func not in LIFTED:
-                        key.append(a)
+            plain = _plain_kwargs_key(func, kwargs)
+            if plain is not None:
+                key += plain
+            else:
+                local_kwargs = _flatten_kwargs(func, kwargs, key)
         try:
             program = first._spec.fast.get(tuple(key))
         except TypeError:  # an argument that cannot be hashed
@@ -622,6 +650,31 @@ def _many_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                 local_args = _moved(program, *local_args)
             return _finish(program, program.target(*local_args, **local_kwargs), first)
     return _SLOW[0](func, args, kwargs)
+
+
+def _plain_kwargs_key(func: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The key of flat plain keyword arguments; None if there are others, or numbers passed at run time."""
+    values = tuple(kwargs.values())
+    kinds = tuple(map(type, values))
+    if DTensor in kinds or not _NESTED.isdisjoint(kinds) or (float in kinds and func in LIFTED):
+        return None
+    return tuple(kwargs), kinds, values
+
+
+def _flatten_kwargs(func: Any, kwargs: dict[str, Any], key: list[Any]) -> dict[str, Any]:
+    """Add keyword arguments to the key; returns them with local tensors."""
+    local_kwargs = kwargs.copy()
+    for name, a in kwargs.items():
+        key.append(name)
+        if type(a) is DTensor:
+            key.append(a._spec)
+            local_kwargs[name] = a._local
+        else:
+            kind = type(a)
+            key.append(kind)
+            if kind is not float or func not in LIFTED:
+                key.append(a)
+    return local_kwargs
 
 
 def _flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any) -> Any:
@@ -671,6 +724,18 @@ def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bo
         return func, *[a._spec for a in args]
     if not kwargs and len(args) == 3 and args[2] is None and type(args[0]) is type(args[1]) is DTensor:
         return func, args[0]._spec, args[1]._spec, None
+    if type(args[0]) is DTensor and not kwargs:
+        if len(args) == 2 and type(args[1]) is int:
+            return func, args[0]._spec, args[1]
+        if len(args) == 3 and type(args[1]) is type(args[2]) is int:
+            return func, args[0]._spec, args[1], args[2]
+        if len(args) == 2 and type(args[1]) is tuple and func is _GETITEM:
+            index = (func, args[0]._spec, *map(_index_key, args[1]))
+            return index if _hashable(index) and not any(isinstance(x, Tensor) for x in args[1]) else None
+    if type(args[0]) is DTensor and len(args) == len(kwargs) == 1:
+        ((name, value),) = kwargs.items()
+        if type(value) is bool:
+            return func, args[0]._spec, name, value
     one = _one_tensor_key(func, args, kwargs)
     if one is not None:
         return one if _hashable(one) and not any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values())) else None
@@ -687,10 +752,14 @@ def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bo
             key.append(plain)
         else:
             key += (float,) if lifts and type(a) is float else (type(a), a)
-    for name, a in kwargs.items():
-        key += (name, a._spec) if type(a) is DTensor else (name, type(a))
-        if type(a) is not DTensor and not (lifts and type(a) is float):
-            key.append(a)
+    if kwargs:
+        plain = _plain_kwargs_key(func, kwargs)
+        if plain is not None:
+            if any(isinstance(x, Tensor) for x in plain[2]):
+                return None
+            key += plain
+        else:
+            _flatten_kwargs(func, kwargs, key)
     if any(isinstance(k, Tensor) for k in key):  # plain tensors are told apart on the slow path only
         return None
     return tuple(key) if _hashable(tuple(key)) else None

@@ -96,7 +96,7 @@ OVERRIDES[_T.imag.__get__] = _view_getter(lambda x: torch.imag(x))
 
 
 # Held by every DTensor and no part of what a user put on it.
-_OWN = ("_local", "_spec", "_shown_grad", "_view_of")
+_OWN = ("_local", "_spec", "_shown_grad", "_view_of", "_asked_for")
 
 
 @override(_T.__deepcopy__)
