@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, stateless
+from torch.nn.utils import parametrizations, parametrize, prune, stateless
 
 from shardwise import (
     DTensor,
@@ -389,6 +389,18 @@ def test_state_dict(shape: Any, ps: Any) -> None:
     on_mesh(shape, fn)
 
 
+def test_plain_module_loads_distributed_values() -> None:
+    def fn(mesh: Any) -> None:
+        one, many = both(mesh, (S0,))
+        plain = Net()
+        plain.load_state_dict(many.state_dict())
+        for p, q in zip(plain.parameters(), one.parameters()):
+            assert type(p.data) is Tensor
+            torch.testing.assert_close(p, q)
+
+    on_mesh((2,), fn)
+
+
 @placed
 def test_load_with_assign(shape: Any, ps: Any) -> None:
     def fn(mesh: Any) -> None:
@@ -560,6 +572,23 @@ def test_spectral_norm(shape: Any, ps: Any, kind: str) -> None:
         many.eval()
         one.eval()
         close(many(dx), one(x))
+
+    on_mesh(shape, fn)
+
+
+@placed
+def test_prune(shape: Any, ps: Any) -> None:
+    def fn(mesh: Any) -> None:
+        one, many = both(mesh, ps, lambda: nn.Linear(4, 5, dtype=torch.float64))
+        x, dx = inputs(mesh, n=4)
+        for net in (one, many):
+            prune.l1_unstructured(net, "weight", amount=7)
+        close(train(many, dx), train(one, x))
+        for p, q in zip(many.parameters(), one.parameters()):
+            close(p.grad, q.grad)
+        for net in (one, many):
+            prune.remove(net, "weight")
+        close(many.weight, one.weight)
 
     on_mesh(shape, fn)
 

@@ -37,7 +37,10 @@ def _seeds(tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
             if t._spec.shape.numel() != 1 and t._local.requires_grad:
                 raise GradientError(
                     f"grad can be implicitly created only for scalar outputs, not for shape {tuple(t.shape)}.",
-                    tries=["reduce it first: x.sum().backward()", "pass a gradient of the same shape"],
+                    tries=[
+                        "reduce it first: x.sum().backward()",
+                        "pass a gradient of the same shape",
+                    ],
                 )
             out.append(seed(t._spec, t._local))
         else:
@@ -54,9 +57,13 @@ def given(spec: Spec, g: Tensor) -> Tensor:
             return how(g._local)
     dual = spec.layout.dual().with_dtype(g.dtype)
     if tuple(g.shape) != tuple(spec.shape):
-        raise LayoutError(f"a gradient of shape {tuple(g.shape)} for a tensor of shape {tuple(spec.shape)}")
+        raise LayoutError(
+            f"a gradient of shape {tuple(g.shape)} for a tensor of shape {tuple(spec.shape)}"
+        )
     if isinstance(g, DTensor):
-        src = g._spec.layout if g._spec.layout.mesh is dual.mesh else g._spec.layout.on(dual.mesh)
+        src = (
+            g._spec.layout if g._spec.layout.mesh is dual.mesh else g._spec.layout.on(dual.mesh)
+        )
         local = g._local
     else:
         src, local = dual.replicated(), g
@@ -71,7 +78,14 @@ def given(spec: Spec, g: Tensor) -> Tensor:
 @override(torch.autograd.backward)
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Seed the outputs in their dual layouts and run on the locals."""
-    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    names = (
+        "tensors",
+        "grad_tensors",
+        "retain_graph",
+        "create_graph",
+        "grad_variables",
+        "inputs",
+    )
     given = dict(zip(names, args)) | kwargs
     tensors = _as_list(given.pop("tensors"))
     grads = given.pop("grad_tensors", None)
@@ -81,14 +95,22 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given["inputs"] = [_local(t) for t in _as_list(inputs)]
         for t in _as_list(inputs):
             if isinstance(t, DTensor) and not t.is_leaf:
-                t.__dict__["_asked_for"] = True
+                vars(t)["_asked_for"] = True
     torch.autograd.backward([_local(t) for t in tensors], _seeds(tensors, grads), **given)
 
 
 @override(torch.autograd.grad)
 def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gradients in the dual layouts of the inputs; nothing is communicated for them."""
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    names = (
+        "outputs",
+        "inputs",
+        "grad_outputs",
+        "retain_graph",
+        "create_graph",
+        "only_inputs",
+        "allow_unused",
+    )
     given = dict(zip(names, args)) | kwargs
     outputs, inputs = _as_list(given.pop("outputs")), _as_list(given.pop("inputs"))
     grads = given.pop("grad_outputs", None)
@@ -112,7 +134,12 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             allow,
             accumulate_grad=False,
         )
-    return tuple([wrap_grad(g, t._spec) if isinstance(t, DTensor) and g is not None else g for t, g in zip(inputs, got)])
+    return tuple(
+        [
+            wrap_grad(g, t._spec) if isinstance(t, DTensor) and g is not None else g
+            for t, g in zip(inputs, got)
+        ]
+    )
 
 
 def wrap_grad(g: Tensor, spec: Spec) -> DTensor:
@@ -123,7 +150,9 @@ def wrap_grad(g: Tensor, spec: Spec) -> DTensor:
     return wrap_like(g, dual.layout, spec.transport)
 
 
-def _row_by_row(outputs: list[Any], inputs: list[Any], grads: list[Any], given: dict[str, Any]) -> tuple[Any, ...]:
+def _row_by_row(
+    outputs: list[Any], inputs: list[Any], grads: list[Any], given: dict[str, Any]
+) -> tuple[Any, ...]:
     """A batch of gradients, one backward after the other: moves are not vectorized."""
     count = next((g.shape[0] for g in grads if g is not None), None)
     if count is None:

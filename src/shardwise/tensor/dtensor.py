@@ -23,6 +23,7 @@ from shardwise.compat import (
     add_foreach_type,
     is_autocast_enabled,
     make_wrapper,
+    run_backward,
 )
 from shardwise.errors import AliasError, GradientError, LayoutError, MeshError, ShardError
 from shardwise.layout.layout import Layout, parse
@@ -31,7 +32,7 @@ from shardwise.layout.placement import Placement
 from shardwise.program.modes import strict_mode
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.explain import explained
-from shardwise.tensor.gradients import Leaf, leaf_of, watch
+from shardwise.tensor.gradients import Leaf, leaf_of, seed, watch
 from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.strides import in_order
 
@@ -455,6 +456,13 @@ class DTensor(torch.Tensor):
         self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
         """Compute gradients of the leaves; see ``torch.Tensor.backward``."""
+        if gradient is None and inputs is None and self._spec.shape.numel() == 1:
+            retain = create_graph if retain_graph is None else retain_graph
+            local = self._local
+            run_backward(
+                (local,), (seed(self._spec, local),), retain, create_graph, (), allow_unreachable=True, accumulate_grad=True
+            )
+            return
         torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
@@ -577,6 +585,7 @@ _CROSSINGS: dict[str, Callable[..., Any]] = {}
 
 _NESTED = frozenset((list, tuple, slice))
 _GETITEM = torch.Tensor.__getitem__
+_INDEX_KINDS = frozenset((int, bool, type(None), type(...)))
 
 
 def _index_key(x: Any) -> Any:
@@ -584,7 +593,7 @@ def _index_key(x: Any) -> Any:
     kind = type(x)
     if kind is slice:
         return x.start, x.stop, x.step
-    return (kind, x) if kind is not DTensor else _NO_KEY
+    return (kind, x) if kind in _INDEX_KINDS else _NO_KEY
 
 
 
@@ -695,10 +704,15 @@ def _flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any)
     return first
 
 
+_INTS = {n: (int,) * n for n in range(16)}
+
+
 def _plain_key(a: Any) -> tuple[Any, ...] | None:
     """A tuple or a slice by the values and types in it (slices cannot be hashed); None if it holds a tensor."""
     if type(a) is slice:
         return slice, a.start, a.stop, a.step
+    if tuple(map(type, a)) == _INTS.get(len(a)):
+        return a
     out: list[Any] = []
     for x in a:
         kind = type(x)
@@ -731,7 +745,8 @@ def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bo
             return func, args[0]._spec, args[1], args[2]
         if len(args) == 2 and type(args[1]) is tuple and func is _GETITEM:
             index = (func, args[0]._spec, *map(_index_key, args[1]))
-            return index if _hashable(index) and not any(isinstance(x, Tensor) for x in args[1]) else None
+            if _NO_KEY not in index and _hashable(index):
+                return index
     if type(args[0]) is DTensor and len(args) == len(kwargs) == 1:
         ((name, value),) = kwargs.items()
         if type(value) is bool:

@@ -65,16 +65,18 @@ class Leaf:
         hooks: Run after the reduction, with the parameter.
         shown: The wrapper last handed out for ``grad``, so that it keeps its identity.
         dual: Layout in which gradients arrive.
-        bucket: The ranks to reduce over with the axes' names; None if nothing is to be sent.
+        bucket: Whom to reduce with; None if nothing is to be sent.
+        nbytes: Size of the gradient.
         waiting: The rank's leaves that wait for the end of a backward, by graph task.
     """
 
-    __slots__ = ("bucket", "dual", "grad", "hooks", "pending", "serial", "shown", "spec", "waiting")
+    __slots__ = ("bucket", "dual", "grad", "nbytes", "hooks", "pending", "serial", "shown", "spec", "waiting")
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.dual: Layout = spec.layout.dual()
         self.bucket = None if spec.layout.is_partial else _bucket(spec)
+        self.nbytes = spec.local_shape.numel() * spec.dtype.itemsize
         self.waiting: dict[int, list[Leaf]] = spec.transport.state.setdefault("pending_leaves", {})
         self.serial = next(_SERIAL)
         self.grad: Tensor | None = None
@@ -137,14 +139,30 @@ def _arrived(local: Tensor) -> None:
         found.append(leaf)
 
 
-def _bucket(spec: Spec) -> tuple[tuple[int, ...], str]:
-    """Over which ranks a leaf's gradient is reduced, and the names of those axes."""
+class Bucket:
+    """Whom leaves are reduced with; one object per group of ranks, so that it is a cheap key.
+
+    Attributes:
+        ranks: The group.
+        tag: Names of its axes, for the log.
+    """
+
+    __slots__ = ("ranks", "tag")
+
+    def __init__(self, ranks: tuple[int, ...], tag: str) -> None:
+        self.ranks, self.tag = ranks, tag
+
+
+def _bucket(spec: Spec) -> Bucket:
+    """The bucket of a leaf: the ranks over which its gradient is a pending sum."""
     assert spec.coord is not None, "ranks outside the mesh have no leaves"
     mesh = spec.layout.mesh
     axes = tuple(
         a for a, op in enumerate(spec.layout.dual().partial) if op is not None and mesh.shape[a] > 1
     )
-    return mesh.group_ranks(axes, spec.coord), "*".join(mesh.axis_name(a) for a in axes)
+    key = (mesh.group_ranks(axes, spec.coord), "*".join(mesh.axis_name(a) for a in axes))
+    known: dict[Any, Bucket] = spec.transport.state.setdefault("buckets", {})
+    return known.setdefault(key, Bucket(*key))
 
 
 def _serial(leaf: Leaf) -> int:
@@ -152,8 +170,9 @@ def _serial(leaf: Leaf) -> int:
 
 
 def _finish(waiting: dict[int, list[Leaf]], task: int) -> None:
-    leaves = sorted(waiting.pop(task), key=_serial)
-    buckets: dict[Any, list[Leaf]] = {}
+    leaves = waiting.pop(task)
+    leaves.sort(key=_serial)
+    buckets: dict[tuple[Bucket, torch.dtype], list[Leaf]] = {}
     for leaf in leaves:
         g = leaf.pending
         assert g is not None, "a waiting leaf has a gradient"
@@ -161,16 +180,17 @@ def _finish(waiting: dict[int, list[Leaf]], task: int) -> None:
             leaf.pending = None
             leaf.add(leaf.reduce(g))
             continue
-        key = (leaf.bucket, g.dtype, g.device)
+        key = (leaf.bucket, g.dtype)
         found = buckets.get(key)
         if found is None:
             buckets[key] = [leaf]
         else:
             found.append(leaf)
-    with torch.no_grad():
-        started = [_start(part) for group in buckets.values() for part in _cut(group)]
-        for part, grads, handle in started:
-            _land(part, grads, handle.wait())
+    if buckets:
+        with torch.no_grad():
+            started = [_start(part) for group in buckets.values() for part in _cut(group)]
+            for part, grads, handle in started:
+                _land(part, grads, handle.wait())
     for leaf in leaves:
         leaf.shown = None
         if leaf.hooks:
@@ -178,24 +198,25 @@ def _finish(waiting: dict[int, list[Leaf]], task: int) -> None:
                 hook()
 
 
-def _cut(group: list[Leaf]) -> Iterator[list[Leaf]]:
-    part: list[Leaf] = []
-    size = 0
+def _cut(group: list[Leaf]) -> list[list[Leaf]]:
+    """Parts of at most a bucket's size (one leaf at least)."""
+    if sum([leaf.nbytes for leaf in group]) <= BUCKET_BYTES:
+        return [group]
+    parts: list[list[Leaf]] = []
+    size = BUCKET_BYTES
     for leaf in group:
-        assert leaf.pending is not None, "a waiting leaf has a gradient"
-        part.append(leaf)
-        size += leaf.pending.numel() * leaf.pending.element_size()
         if size >= BUCKET_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+            parts.append([])
+            size = 0
+        parts[-1].append(leaf)
+        size += leaf.nbytes
+    return parts
 
 
 def _start(part: list[Leaf]) -> tuple[list[Leaf], list[Tensor], Any]:
     """Begin to reduce the gradients of some leaves with the same bucket."""
     assert part[0].bucket is not None, "only such leaves are reduced together"
-    ranks, tag = part[0].bucket
+    ranks, tag = part[0].bucket.ranks, part[0].bucket.tag
     grads = [leaf.pending for leaf in part if leaf.pending is not None]
     if len(grads) == 1:  # the engine may still hold it: the transport must not write to it
         return part, grads, part[0].spec.transport.all_reduce_async(grads[0], ranks, "sum", tag=tag)
@@ -218,8 +239,6 @@ def _land(part: list[Leaf], grads: list[Tensor], reduced: Tensor) -> None:
 
 def seed(spec: Spec, local: Tensor) -> Tensor:
     """The implicit gradient of a scalar, in its dual layout: one, on one rank where that is a sum."""
-    dual = spec.layout.dual()
-    first = spec.coord is not None and all(
-        spec.coord[a] == 0 for a, op in enumerate(dual.partial) if op is not None
-    )
+    partial = spec.layout.dual().partial
+    first = spec.coord is not None and not any(i for i, op in zip(spec.coord, partial) if op is not None)
     return torch.ones_like(local) if first else torch.zeros_like(local)

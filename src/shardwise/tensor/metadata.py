@@ -121,7 +121,7 @@ def _deepcopy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out.grad = copy.deepcopy(g, memo)
     for name, value in x.__dict__.items():
         if name not in _OWN:
-            out.__dict__[name] = copy.deepcopy(value, memo)
+            vars(out)[name] = copy.deepcopy(value, memo)
     return out
 
 
@@ -152,7 +152,7 @@ def rebuild(
     out = wrap(local, spec_of(layout, transport))
     if requires_grad:
         out.requires_grad_()
-    out.__dict__.update(state)
+    vars(out).update(state)
     return out
 
 
@@ -283,7 +283,9 @@ def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return args[0]._local.new_tensor(*args[1:], **kwargs)
 
 
-def _array_wrap(x: DTensor, array: Any, context: Any = None, return_scalar: bool = False) -> DTensor:
+def _array_wrap(
+    x: DTensor, array: Any, context: Any = None, return_scalar: bool = False
+) -> DTensor:
     """A numpy function was called on the whole value, on all ranks: its result is replicated."""
     value = torch.from_numpy(array.astype("uint8") if array.dtype == bool else array)
     layout = Layout.of(x.device_mesh, None, value.shape, value.stride(), value.dtype)
@@ -291,4 +293,4 @@ def _array_wrap(x: DTensor, array: Any, context: Any = None, return_scalar: bool
 
 
 DTensor.__array_wrap__ = _array_wrap  # pyright: ignore[reportAttributeAccessIssue]
-on_compare(lambda t: t.detach().full_tensor() if isinstance(t, DTensor) else t)
+on_compare(lambda t: t.full_tensor().detach() if isinstance(t, DTensor) else t)
