@@ -48,6 +48,12 @@ class Group:
         """A reduction without a gradient: all_reduce with ``op``."""
         return self.transport.all_reduce(x.detach().contiguous(), self.ranks, op, tag=self.tag)
 
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of a fresh tensor without history, which may be overwritten."""
+        if len(self.ranks) == 1:
+            return x
+        return self.transport.all_reduce_owned_async(x, self.ranks, "sum", tag=self.tag).wait()
+
     def gather(self, x: Tensor) -> Tensor:
         """What every rank has, stacked on a new first dim; without a gradient."""
         return self.transport.all_gather(x.detach().contiguous(), self.ranks, tag=self.tag)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from shardwise.compat import direct_op
 from shardwise.rules.loss import HALVES, bind, divided, parameter_names, reduction_of
 from shardwise.rules.notation import Arg, Labels, LocalProgram, Rule, numbered
 from shardwise.rules.registry import functions, rule
@@ -76,12 +77,15 @@ def _class_loss(func: Any, *, of_logits: bool) -> None:
     rule(func)(class_loss)
 
 
+_nll_and_count = direct_op(torch.ops.aten.nll_loss_forward.default)
+
+
 def _usual(ignore: int, other: LocalProgram, ctx: Any, x: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The mean over rows of (rows, classes), rows cut: the kernel's own count, one number exchanged."""
     if "c" in ctx.axes:
         return other(ctx, x, target, *args, **kwargs)
-    loss, count = torch.ops.aten.nll_loss_forward.default(x.log_softmax(1), target, None, 2, ignore)
-    return loss / ctx.group("n").reduce(count, "sum")
+    loss, count = _nll_and_count(x.log_softmax(1), target, None, 2, ignore)
+    return loss.div_(ctx.group("n").total(count))
 
 
 class _Loss:

@@ -116,6 +116,8 @@ class DTensor(torch.Tensor):
                 a = args[0]
                 if type(a) is DTensor:
                     spec = a._spec
+                    if func is _IS_COMPLEX:  # optimizers ask it of every parameter at every step
+                        return spec.dtype.is_complex
                     program = spec.fast.get((func, spec))
                     if program is not None:
                         if program.arg_movers is None:
@@ -585,6 +587,7 @@ _CROSSINGS: dict[str, Callable[..., Any]] = {}
 
 _NESTED = frozenset((list, tuple, slice))
 _GETITEM = torch.Tensor.__getitem__
+_IS_COMPLEX = torch.is_complex
 _INDEX_KINDS = frozenset((int, bool, type(None), type(...)))
 
 
@@ -619,6 +622,14 @@ def _one_tensor_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _many_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rest of the hot path: several tensors, lists, slices, numbers that are passed at run time."""
+    if kwargs and len(args) == 2:
+        a, b = args
+        if type(a) is type(b) is DTensor:
+            plain = _plain_kwargs_key(func, kwargs)
+            if plain is not None:
+                program = a._spec.fast.get((func, a._spec, b._spec, *plain))
+                if program is not None and program.arg_movers is None:
+                    return _finish(program, program.target(a._local, b._local, **kwargs), a)
     key: list[Any] = [func]
     local_args: list[Any] = []
     first: Any = None
