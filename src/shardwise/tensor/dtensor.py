@@ -293,15 +293,20 @@ class DTensor(torch.Tensor):
         return shown
 
     @grad.setter
-    @explained("Tensor.grad = value", "self", "value")
     def grad(self, value: Any) -> None:
+        if value is not None:
+            self._set_grad(value)
+            return
+        leaf = leaf_of(self._local)
+        if leaf is not None:
+            leaf.clear()
+        self._shown_grad = None
+        self._local.grad = None
+
+    @explained("Tensor.grad = value", "self", "value")
+    def _set_grad(self, value: Any) -> None:
         leaf = leaf_of(self._local)
         self.__dict__.pop("_shown_grad", None)
-        if value is None:
-            if leaf is not None:
-                leaf.clear()
-            self._local.grad = None
-            return
         if not isinstance(value, DTensor):
             raise LayoutError(
                 "the gradient of a DTensor must be a DTensor.",
@@ -683,18 +688,14 @@ def _plain_kwargs_key(func: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | No
 
 def _flatten_kwargs(func: Any, kwargs: dict[str, Any], key: list[Any]) -> dict[str, Any]:
     """Add keyword arguments to the key; returns them with local tensors."""
-    local_kwargs = kwargs.copy()
-    for name, a in kwargs.items():
-        key.append(name)
-        if type(a) is DTensor:
-            key.append(a._spec)
-            local_kwargs[name] = a._local
-        else:
-            kind = type(a)
-            key.append(kind)
-            if kind is not float or func not in LIFTED:
-                key.append(a)
-    return local_kwargs
+    kinds = tuple(map(type, kwargs.values()))
+    if float in kinds and func in LIFTED:
+        key += [a._spec if type(a) is DTensor else None if type(a) is float else a for a in kwargs.values()]
+    else:
+        key += [a._spec if type(a) is DTensor else a for a in kwargs.values()]
+    key.append(tuple(kwargs))
+    key.append(kinds)
+    return {name: a._local if type(a) is DTensor else a for name, a in kwargs.items()}
 
 
 def _flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any) -> Any:
