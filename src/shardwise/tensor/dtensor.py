@@ -25,15 +25,15 @@ from shardwise.compat import (
     make_wrapper,
     run_backward,
 )
-from shardwise.errors import AliasError, GradientError, LayoutError, MeshError, ShardError
+from shardwise.errors import LayoutError, ShardError
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
-from shardwise.layout.placement import Placement
 from shardwise.program.modes import strict_mode
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.explain import explained
 from shardwise.tensor.gradients import Leaf, leaf_of, seed, watch
 from shardwise.tensor.overrides import OVERRIDES
+from shardwise.tensor.protocol import Protocol
 from shardwise.tensor.strides import in_order
 
 _NO_KWARGS: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def install(
     _SLOW[:] = [handler, located]
 
 
-class DTensor(torch.Tensor):
+class DTensor(Protocol):
     """A tensor on a mesh, with a layout. Written to like one tensor; each rank holds its piece.
 
     Make one with ``distribute_tensor``, ``DTensor.from_local`` or a factory such as ``shardwise.ones``.
@@ -161,71 +161,6 @@ class DTensor(torch.Tensor):
         """The door: calls that reach the dispatcher on the wrapper itself."""
         with Door():
             return _SLOW[0](func, args, kwargs or {})
-
-    # -- what is where ---------------------------------------------------------------------------
-    @property
-    def device_mesh(self) -> Mesh:
-        """The mesh."""
-        return self._spec.layout.mesh
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """One placement per mesh axis."""
-        return self._spec.layout.placements
-
-    @property
-    def layout(self) -> Layout:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The layout: accepted wherever placements are."""
-        return self._spec.layout
-
-    @property
-    def _local_tensor(self) -> Tensor:
-        """The local piece, under torch's private name (no autograd edge)."""
-        return self._local
-
-    # -- metadata, read without a call -------------------------------------------------------------
-    @property
-    def shape(self) -> torch.Size:
-        """Global shape."""
-        return self._spec.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype."""
-        return self._spec.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the local piece."""
-        return self._local.device
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self._spec.shape)
-
-    @property
-    def is_sparse(self) -> bool:
-        """Never: the pieces are strided."""
-        return False
-
-    def dim(self) -> int:
-        """Number of dims."""
-        return len(self._spec.shape)
-
-    def numel(self) -> int:
-        """Number of elements of the whole tensor."""
-        return self._spec.shape.numel()
-
-    def size(self, dim: int | None = None) -> Any:
-        """Global shape, or one of its entries."""
-        return self._spec.shape if dim is None else self._spec.shape[dim]
-
-    def __len__(self) -> int:
-        """Size of the first dim."""
-        if not self._spec.shape:
-            raise ShardError("len() of a 0-d tensor")
-        return self._spec.shape[0]
 
     # -- autograd: read from the local -------------------------------------------------------------
     @property
@@ -500,91 +435,6 @@ class DTensor(torch.Tensor):
     def retain_grad(self) -> None:
         """Keep the gradient of this non-leaf; it has the dual layout."""
         self._local.retain_grad()
-
-    def __hash__(self) -> int:
-        """By identity, as torch's."""
-        return id(self)
-
-    def __bool__(self) -> bool:
-        """Truth of a one-element tensor."""
-        return bool(self.item())
-
-    def __float__(self) -> float:
-        """Value of a one-element tensor."""
-        return float(self.item())
-
-    def __int__(self) -> int:
-        """Value of a one-element tensor."""
-        return int(self.item())
-
-    def __index__(self) -> int:
-        """Value of a one-element integer tensor."""
-        return self.item().__index__()
-
-    def __complex__(self) -> complex:
-        """Value of a one-element tensor."""
-        return complex(self.item())
-
-    def __round__(self, ndigits: int | None = None) -> Any:
-        """Rounded elementwise."""
-        return torch.round(self) if ndigits is None else torch.round(self, decimals=ndigits)
-
-    @explained("Tensor.item", "self")
-    def item(self) -> Any:
-        """Value of a one-element tensor; reduces or gathers first, on all ranks."""
-        if self._spec.shape.numel() != 1:
-            raise ShardError(f"item() of a tensor of shape {tuple(self.shape)}: only one element can be a number.")
-        if self._spec.coord is None:
-            raise MeshError(f"rank {self._spec.transport.rank} is not on {self.device_mesh}: it has no value to read.")
-        return self.detach().full_tensor().item()
-
-    def tolist(self) -> Any:
-        """The whole value as nested lists."""
-        return self.detach().full_tensor().tolist()
-
-    def __format__(self, spec: str) -> str:
-        """Format a 0-d tensor as its number."""
-        return self.item().__format__(spec) if self.ndim == 0 else object.__format__(self, spec)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The local piece, the mesh and the placements; never communicates."""
-        where = ", ".join(map(repr, self.placements))
-        local = self._local.detach()
-        return f"DTensor(local_tensor={local}, shape={tuple(self.shape)}, device_mesh={self.device_mesh}, placements=({where}))"
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        """The whole value as a numpy array."""
-        if self._local.requires_grad:
-            raise GradientError("numpy would lose the gradient of this tensor.", tries=["x.detach()"])
-        array = self.detach().full_tensor().cpu().numpy()
-        return array if dtype is None else array.astype(dtype)
-
-    @explained("Tensor.numpy", "self")
-    def numpy(self, *, force: bool = False) -> Any:
-        """A numpy view, of a tensor that every rank holds whole.
-
-        Raises:
-            AliasError: The tensor is sharded or has a pending reduction.
-        """
-        if not self._spec.layout.is_replicated:
-            raise AliasError(
-                "numpy() would alias one piece.",
-                tries=["x.full_tensor().numpy(): the whole value", "x.to_local().numpy(): this rank's piece"],
-            )
-        return self._local.numpy(force=force)
-
-    @explained("Tensor.data_ptr", "self")
-    def data_ptr(self) -> int:
-        """Address of the data, of a tensor that every rank holds whole.
-
-        Raises:
-            AliasError: The tensor is sharded or has a pending reduction.
-        """
-        if not self._spec.layout.is_replicated:
-            raise AliasError(
-                "data_ptr() would be that of one piece.", tries=["x.to_local().data_ptr(): this rank's piece"]
-            )
-        return self._local.data_ptr()
 
 
 _CROSSINGS: dict[str, Callable[..., Any]] = {}
