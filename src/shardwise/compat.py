@@ -1,5 +1,9 @@
 """The only file that touches torch's private names; each is here with the reason."""
 
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# What is private has no stubs. Modules that cost time at import, or are not always there, are imported late.
+# ruff: noqa: PLC0415
+
 from __future__ import annotations
 
 from contextlib import contextmanager

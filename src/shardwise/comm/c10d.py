@@ -36,8 +36,8 @@ from torch.distributed.distributed_c10d import (
 
 from shardwise.comm.reduce import ALLOWED, BOOL_AS, COMPLEX, reduce_in_order
 from shardwise.comm.transport import Handle, Ready, Transport, _fallback
-from shardwise.events import observers
 from shardwise.errors import CommError
+from shardwise.events import observers
 
 # What NCCL and Gloo both do as it is.
 _PLAIN = (

@@ -98,7 +98,7 @@ class Layout:
         return self._placements
 
     @property
-    def spec(self) -> tuple[None | str | tuple[str, ...], ...]:
+    def spec(self) -> tuple[str | tuple[str, ...] | None, ...]:
         """One entry per tensor dim: None, an axis name, or several, major to minor."""
         name = self.mesh.axis_name
         return tuple(

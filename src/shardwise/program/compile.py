@@ -123,7 +123,7 @@ def slot(i: int) -> Slot:
     return SLOTS[i] if i < 64 else Slot(i)
 
 
-def fill(tree: Any, tensors: Sequence[Any]) -> Any:
+def fill(tree: Any, tensors: Any) -> Any:
     """A tree of arguments with its slots filled."""
     kind = type(tree)
     if kind is Slot:
@@ -201,7 +201,8 @@ def compile_rule(
         elif rule.localize is not None and choice.axes:
             program.template = rule.localize(ctx, *args, **kwargs)
     if program.ctx is not None:
-        program.target = functools.partial(program.func, program.ctx)
+        local: Any = program.func
+        program.target = functools.partial(local, program.ctx)
     sends = program.ctx is not None or any(m is not None and m.communicates for m in movers)
     if known is None and sends and _torch_refuses(func, operands, args, kwargs):
         return None

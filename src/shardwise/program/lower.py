@@ -82,7 +82,10 @@ class _Lowering:
         program, layouts = self._decided(node, operands, args, kwargs) if inputs else (None, [])
         if program is None:
             program, layouts = self._whole(node, operands)
-        registers = [v if a.layout is self.layouts[v] else v for v, a in zip(inputs, operands)]
+        # A value that several nodes want in the same layout moves once.
+        moves: list[Any] = list(program.movers)
+        registers = [v if m is None else self.move(v, m.dst) for v, m in zip(inputs, moves)]
+        program.movers = (None,) * len(inputs)
         outs = node.outs
         for v, layout in zip(outs, layouts):
             self.layouts[v] = layout

@@ -53,7 +53,7 @@ class Graph:
     result: Any = None
 
 
-class _Untraceable(Exception):
+class _UntraceableError(Exception):
     """This call is no graph."""
 
 
@@ -74,7 +74,7 @@ class _Recorder(TorchDispatchMode):
         """A tree with slots for tensors."""
         if isinstance(tree, Tensor):
             if id(tree) not in self.known:
-                raise _Untraceable("a tensor from outside")
+                raise _UntraceableError("a tensor from outside")
             return slot(self.known[id(tree)])
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return type(tree)(*map(self.slots, tree))
@@ -87,7 +87,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Untraceable(f"{func} writes or draws")
+            raise _UntraceableError(f"{func} writes or draws")
         out = func(*args, **kwargs)
         if func.namespace == "prim":
             return out
@@ -97,10 +97,10 @@ class _Recorder(TorchDispatchMode):
         for t in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(t, Tensor):
                 if not is_fake(t):
-                    raise _Untraceable("a constant")
+                    raise _UntraceableError("a constant")
                 node.outs.append(self.value(t))
             elif t is not None:
-                raise _Untraceable("a number read from a tensor")
+                raise _UntraceableError("a number read from a tensor")
         self.graph.nodes.append(node)
         return out
 
@@ -127,7 +127,7 @@ def trace(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dic
                     result = func(*fill(args, fakes), **fill(kwargs, fakes))
             _refuse_aliases(result, fakes)
             graph.result = recorder.slots(result)
-        except (*untraceable(), _Untraceable):
+        except (*untraceable(), _UntraceableError):
             return None
     _drop_dead(graph)
     return graph
@@ -158,7 +158,7 @@ def _refuse_aliases(result: Any, fakes: Sequence[Tensor]) -> None:
     storages = {t.untyped_storage()._cdata for t in fakes}
     for t in _tensors(result):
         if t.untyped_storage()._cdata in storages:
-            raise _Untraceable("a view of an argument")
+            raise _UntraceableError("a view of an argument")
 
 
 def _tensors(tree: Any) -> list[Tensor]:

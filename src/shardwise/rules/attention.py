@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
             for n, want in zip(attn_mask.shape[::-1], (key.shape[-2], *shape[-2::-1]))
         ):
             return None
-        ins[attn_mask] = aligned(attn_mask, (*lead, "l", WHOLE))
+        ins[attn_mask] = aligned(attn_mask, (*lead, "l", WHOLE))  # pyright: ignore[reportArgumentType]
     special = {"l"} if is_causal else set()
     local = _Local(
         query.index, query.ndim, picks, query.shape[-3] // key.shape[-3] if grouped else 1

@@ -263,13 +263,13 @@ def nll_loss_forward(
     ) -> tuple[Tensor, Tensor]:
         if "c" not in ctx.axes and how != "mean":
             return ctx.func(x, target, weight, reduction, ignore_index)
-        value = loss(ctx, x, target, weight, 0.0)
+        value: Any = loss(ctx, x, target, weight, 0.0)
         if how == "none":
             return value, x.new_zeros(())
         if weight is not None or "c" not in ctx.axes:
             return value, loss.counted(ctx, target, weight).to(x.dtype)
-        inside, _ = loss.places(ctx, target, x.shape[dim])
-        return value, inside.sum().to(x.dtype)
+        mine = loss.places(ctx, target, x.shape[dim])[0]
+        return value, mine.sum().to(x.dtype)
 
     shape = tuple(n for i, n in enumerate(self.shape) if i != dim)
     out = labels[1] if how == "none" else ()

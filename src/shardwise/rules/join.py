@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
@@ -53,7 +54,9 @@ def _cat(
     if any(n != m for k in real for d, (n, m) in enumerate(zip(shapes[k], first)) if d != at):
         return None
     out = tuple(WHOLE if d == at else f"d{d}" for d in range(ndim))
-    return _joined(ins, out, (*first[:at], total, *first[at + 1 :]))
+    lone = {f"d{d}" for d in range(ndim) if any(f"d{d}" not in labels[k] for k in real)}
+    joined = _joined(ins, out, (*first[:at], total, *first[at + 1 :]))
+    return replace(joined, whole=frozenset(lone)) if lone else joined
 
 
 @rule(

@@ -1,5 +1,6 @@
 """The user's object: ``DTensor``, making one, its gradients, its random numbers."""
 
+from shardwise.compat import hide_from_dynamo
 from shardwise.tensor import (  # noqa: F401  they register themselves
     attention,
     backward,
@@ -20,7 +21,6 @@ from shardwise.tensor import (  # noqa: F401  they register themselves
     random,
     shapes,
 )
-from shardwise.compat import hide_from_dynamo
 from shardwise.tensor.dtensor import DTensor
 
 hide_from_dynamo("shardwise", *(getattr(DTensor, name).__func__ for name in ("__torch_function__", "__torch_dispatch__")))

@@ -111,7 +111,7 @@ def _exact(x: float | complex) -> str:
     """A number by its bits: NaNs alike, zeros of different sign apart."""
     if isinstance(x, complex):
         return f"{_exact(x.real)},{_exact(x.imag)}"
-    return "nan" if math.isnan(x) else x.hex()
+    return "nan" if math.isnan(x) else float(x).hex()
 
 
 def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -339,9 +339,9 @@ def _mark_copies(program: Program, result: Any, call: Call) -> None:
         known = len(call.tensors) == 1 and not call.kwargs and isinstance(result, Tensor)
         restore = restorer(call.key[0], base, call.tree[1:], tuple(result.shape)) if known else None
         mark = (*(mark[:2] if mark is not None else (base._local, version(base._local))), restore)
-        for t in flat_results(result):
-            t.__dict__["_view_of"] = mark
-            t._spec = guarded(t._spec)
+        copies: list[Any] = flat_results(result)
+        for t in copies:
+            t._view_of, t._spec = mark, guarded(t._spec)
 
 
 def _rewrap(result: Any, specs: Any, view: bool) -> Any:
@@ -353,9 +353,7 @@ def _rewrap(result: Any, specs: Any, view: bool) -> Any:
     if isinstance(result, tuple) and hasattr(result, "_fields"):
         return type(result)(*[_rewrap(x, specs, view) for x in result])
     if isinstance(result, (tuple, list)):
-        kind = type(result)
-        items = [_rewrap(x, specs, view) for x in result]
-        return kind(items) if kind in (tuple, list) else kind(items)
+        return type(result)([_rewrap(x, specs, view) for x in result])
     return result
 
 

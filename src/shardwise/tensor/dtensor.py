@@ -57,11 +57,12 @@ class DTensor(Protocol):
 
     _local: Tensor
     _spec: Spec
+    _view_of: Any  # set on a view that is a copy: its base, the base's version then, and the way back
     _shown_grad: Any = None  # the wrapper last handed out for the local's .grad, so that it keeps its identity
 
     # -- calls ---------------------------------------------------------------------------------
     @classmethod
-    def __torch_function__(
+    def __torch_function__(  # noqa: C901, PLR0912, PLR0915  the hot path: one function, so that a hit makes no call
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look one program up and run it on the locals; compile it the first time."""
@@ -241,7 +242,7 @@ class DTensor(Protocol):
     @explained("Tensor.grad = value", "self", "value")
     def _set_grad(self, value: Any) -> None:
         leaf = leaf_of(self._local)
-        self.__dict__.pop("_shown_grad", None)
+        self._shown_grad = None
         if not isinstance(value, DTensor):
             raise LayoutError(
                 "the gradient of a DTensor must be a DTensor.",
@@ -294,7 +295,7 @@ class DTensor(Protocol):
 
     def _become(self, local: Tensor, spec: Spec) -> None:
         """Change into another tensor in place, the C++ side of the wrapper included."""
-        self.__dict__.pop("_shown_grad", None)
+        self._shown_grad = None
         if spec.shape != self._spec.shape or spec.dtype != self._spec.dtype or spec.stride != self._spec.stride:
             with DisableTorchFunction():
                 TensorBase.data.__set__(self, wrap(local, spec))
@@ -475,7 +476,9 @@ def _one_tensor_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return func, args[0]._spec, kinds, args[1:], tuple(kwargs), more, values
 
 
-def _many_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _many_tensors(  # noqa: C901, PLR0912  hot path, too
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The rest of the hot path: several tensors, lists, slices, numbers that are passed at run time."""
     if kwargs and len(args) == 2:
         a, b = args
@@ -589,7 +592,9 @@ def _plain_key(a: Any) -> tuple[Any, ...] | None:
     return tuple(out)
 
 
-def fast_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool) -> tuple[Any, ...] | None:
+def fast_key(  # noqa: C901, PLR0912  one branch for each that the hot path has
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool
+) -> tuple[Any, ...] | None:
     """The hot path's key for a call, or None where a number that changes at every call would be part of it."""
     if len(args) == 2 and not kwargs and type(args[0]) is DTensor and type(args[1]) is float:
         return (func, args[0]._spec, float) if lifts else None

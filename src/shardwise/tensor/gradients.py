@@ -70,7 +70,7 @@ class Leaf:
         waiting: The rank's leaves that wait for the end of a backward, by graph task.
     """
 
-    __slots__ = ("bucket", "dual", "grad", "nbytes", "hooks", "pending", "serial", "shown", "spec", "waiting")
+    __slots__ = ("bucket", "dual", "grad", "hooks", "nbytes", "pending", "serial", "shown", "spec", "waiting")
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec

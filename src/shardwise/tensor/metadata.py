@@ -18,7 +18,7 @@ from shardwise.program.spec import spec_of
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.overrides import OVERRIDES, override
 
-_T = torch.Tensor
+_T: Any = torch.Tensor
 
 # The wrapper's C++ side knows these: shape, stride and dtype are global there.
 _FROM_WRAPPER = [

@@ -126,11 +126,13 @@ class Protocol(torch.Tensor):
             raise ShardError(f"item() of a tensor of shape {tuple(self.shape)}: only one element can be a number.")
         if self._spec.coord is None:
             raise MeshError(f"rank {self._spec.transport.rank} is not on {self.device_mesh}: it has no value to read.")
-        return self.detach().full_tensor().item()
+        value: Any = self.detach()
+        return value.full_tensor().item()
 
     def tolist(self) -> Any:
         """The whole value as nested lists."""
-        return self.detach().full_tensor().tolist()
+        value: Any = self.detach()
+        return value.full_tensor().tolist()
 
     def __format__(self, spec: str) -> str:
         """Format a 0-d tensor as its number."""
@@ -146,7 +148,8 @@ class Protocol(torch.Tensor):
         """The whole value as a numpy array."""
         if self._local.requires_grad:
             raise GradientError("numpy would lose the gradient of this tensor.", tries=["x.detach()"])
-        array = self.detach().full_tensor().cpu().numpy()
+        value: Any = self.detach()
+        array = value.full_tensor().cpu().numpy()
         return array if dtype is None else array.astype(dtype)
 
     @explained("Tensor.numpy", "self")

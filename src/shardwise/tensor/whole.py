@@ -83,7 +83,7 @@ def _wrap_whole(x: Tensor, tensors: Any, locals_: Any, moved: Any, mesh: Any, tr
     if x._base is not None:
         for t, local, fresh in zip(tensors, locals_, moved):
             if fresh and isinstance(t, DTensor) and x.untyped_storage()._cdata == local.untyped_storage()._cdata:
-                out.__dict__["_view_of"] = (t._local, version(t._local), None)
+                out._view_of = (t._local, version(t._local), None)
                 out._spec = guarded(out._spec)
     return out
 
@@ -116,7 +116,7 @@ def write_into(target: DTensor, value: DTensor) -> DTensor:
         )
     layout = target._spec.layout
     if value.shape != target.shape:
-        value = value.expand(target.shape)
+        value = value.expand(target.shape)  # pyright: ignore[reportAssignmentType]
     target._local.copy_(place(value, layout.dims, layout.partial, layout.mesh))
     return target
 

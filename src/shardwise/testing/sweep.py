@@ -78,7 +78,7 @@ def lay_out(t: Tensor, mesh: Any, placements: Sequence[Placement]) -> DTensor:
                 weights.append(1.0 - sum(weights))
                 local = local * weights[coord[axis]]
         x = DTensor.from_local(local, mesh, placements, run_check=False, shape=t.shape, stride=x.layout.stride)
-    return x.detach()
+    return x.detach()  # pyright: ignore[reportReturnType]
 
 
 def _results(value: Any) -> list[Any]:
