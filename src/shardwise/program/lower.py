@@ -75,7 +75,7 @@ class _Lowering:
 
     def lower(self, node: Node) -> None:
         """Add the steps of one node."""
-        inputs = sorted(used(node.args) | used(node.kwargs))
+        inputs = list(used(node.args) | used(node.kwargs))  # rules' local programs count them so
         renumber = {v: i for i, v in enumerate(inputs)}
         args, kwargs = _renumbered(node.args, renumber), _renumbered(node.kwargs, renumber)
         operands = [Arg(i, self.layouts[v]) for i, v in enumerate(inputs)]

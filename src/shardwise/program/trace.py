@@ -169,15 +169,15 @@ def _tensors(tree: Any) -> list[Tensor]:
     return []
 
 
-def used(tree: Any) -> set[int]:
-    """The values that a tree of slots refers to."""
+def used(tree: Any) -> dict[int, None]:
+    """The values that a tree of slots refers to, each once, in the order in which they appear."""
     if isinstance(tree, Slot):
-        return {tree.index}
+        return {tree.index: None}
     if isinstance(tree, (tuple, list)):
-        return {i for x in tree for i in used(x)}
+        return {i: None for x in tree for i in used(x)}
     if isinstance(tree, dict):
-        return {i for x in tree.values() for i in used(x)}
-    return set()
+        return {i: None for x in tree.values() for i in used(x)}
+    return {}
 
 
 def _drop_dead(graph: Graph) -> None:

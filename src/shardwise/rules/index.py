@@ -90,9 +90,11 @@ def lookup_rule(x: Arg, items: list[Item], picked: list[Picked]) -> Rule | None:
         index = tuple(slice(None) if i is None else i for i in index) if listed else index
         return _masked_lookup(ctx, x, index, special, after)
 
+    listed = any(isinstance(p.index, list) and len(p.index) > 1 for p in picked)
     return Rule(
         labels,
         (tuple(out),),
+        whole=frozenset(positions[-1:]) if listed else frozenset(),  # a list cannot be cut
         special=frozenset(f"d{d}" for d in special),
         linear=(frozenset([x]),),
         local=local if special else None,

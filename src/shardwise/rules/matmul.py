@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.notation import Arg, Labels, Rule, aligned, numbered
+from shardwise.rules.notation import Arg, Labels, Rule, aligned, line, numbered
 from shardwise.rules.registry import rule
 
 
@@ -16,34 +16,11 @@ def contraction(ins: dict[Arg, Labels], out: Labels, factors: tuple[Arg, ...], a
     return Rule(ins, (out,), linear=pending, addends=frozenset() if addend is None else frozenset([addend]))
 
 
-@rule("mm", "aten.mm")
-def mm(input: Arg, mat2: Arg, *_: Any, **__: Any) -> Rule:
-    """``m k, k n -> m n``."""
-    return contraction({input: ("m", "k"), mat2: ("k", "n")}, ("m", "n"), (input, mat2))
-
-
-@rule("bmm", "aten.bmm")
-def bmm(input: Arg, mat2: Arg, *_: Any, **__: Any) -> Rule:
-    """``b m k, b k n -> b m n``."""
-    return contraction({input: ("b", "m", "k"), mat2: ("b", "k", "n")}, ("b", "m", "n"), (input, mat2))
-
-
-@rule("mv", "aten.mv")
-def mv(input: Arg, vec: Arg, *_: Any, **__: Any) -> Rule:
-    """``m k, k -> m``."""
-    return contraction({input: ("m", "k"), vec: ("k",)}, ("m",), (input, vec))
-
-
-@rule("dot", "vdot", "inner_", "aten.dot") if hasattr(torch, "inner_") else rule("dot", "aten.dot")
-def dot(input: Arg, other: Arg, *_: Any, **__: Any) -> Rule:
-    """``k, k ->``."""
-    return contraction({input: ("k",), other: ("k",)}, (), (input, other))
-
-
-@rule("outer", "ger")
-def outer(input: Arg, vec2: Arg, *_: Any, **__: Any) -> Rule:
-    """``m, n -> m n``."""
-    return contraction({input: ("m",), vec2: ("n",)}, ("m", "n"), (input, vec2))
+rule("mm", "aten.mm")(line("m k, k n -> m n", linear=True))
+rule("bmm", "aten.bmm")(line("b m k, b k n -> b m n", linear=True))
+rule("mv", "aten.mv")(line("m k, k -> m", linear=True))
+rule("dot", "aten.dot")(line("k, k ->", linear=True))
+rule("outer", "ger")(line("m, n -> m n", linear=True))
 
 
 @rule("matmul", "__matmul__", "aten.matmul")

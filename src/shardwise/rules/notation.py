@@ -132,3 +132,29 @@ def aligned(arg: Arg, names: Labels, shape: tuple[int, ...] | None = None) -> La
         sizes = shape[len(shape) - arg.ndim :]
         return tuple(ONE if n == 1 and size != 1 else name for n, name, size in zip(arg.shape, tail, sizes))
     return tuple(ONE if n == 1 else name for n, name in zip(arg.shape, tail))
+
+
+def line(text: str, *, linear: bool = False) -> Callable[..., Rule | None]:
+    """A rule function from one line: ``"b m k, b k n -> b m n"``.
+
+    Args:
+        text: The labels of each tensor argument, an arrow, those of each result. ``[n]`` is a dim that must
+            be whole, ``1`` a dim of size one. What only arguments have is reduced: a pending sum is left.
+        linear: The op is linear in each tensor argument alone, so a pending sum in one passes.
+
+    Returns:
+        A rule function; it does not answer for arguments of other shapes than the line's.
+    """
+    left, _, right = text.partition("->")
+    ins = [labels(term) for term in left.split(",")]
+    outs = tuple(labels(term) for term in right.split(","))
+    whole = frozenset(name for names in (*ins, *outs) for name in names if name.startswith("["))
+
+    def rule(*args: Any, **kwargs: Any) -> Rule | None:
+        operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
+        if [a.ndim for a in operands] != [len(names) for names in ins]:
+            return None
+        passing = tuple(frozenset([a]) for a in operands) if linear else ()
+        return Rule(dict(zip(operands, ins)), outs, whole=whole, linear=passing)
+
+    return rule

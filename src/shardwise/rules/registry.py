@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from shardwise.compat import NN_BUILTINS
 from shardwise.errors import UnsupportedError
-from shardwise.rules.notation import Rule
+from shardwise.rules.notation import Rule, line
 
 RuleFunction = Callable[..., Rule | None]
 
@@ -89,12 +89,15 @@ def rule(*targets: Any, lifts: bool = False, inplace: bool = False) -> Callable[
     return register
 
 
-def register_rule(op: Any, fn: RuleFunction, *, lifts: bool = False, inplace: bool = False) -> None:
+def register_rule(op: Any, fn: RuleFunction | str, *, lifts: bool = False, inplace: bool = False) -> None:
     """Register a user's rule for any callable, also for one that has a built-in rule.
+
+    Register before the first call: programs that are compiled already keep the rule they were made by.
 
     Args:
         op: The torch function or ATen/custom op overload.
-        fn: Takes the op's arguments with ``Arg`` for tensors, returns a ``Rule`` or None.
+        fn: Takes the op's arguments with ``Arg`` for tensors, returns a ``Rule`` or None; or one line such
+            as ``"m k, k n -> m n"`` (see ``notation.line``).
         lifts: Float arguments do not decide the program.
         inplace: The op writes into its first tensor argument.
 
@@ -103,7 +106,7 @@ def register_rule(op: Any, fn: RuleFunction, *, lifts: bool = False, inplace: bo
     """
     if not callable(op):
         raise UnsupportedError(f"a rule is registered for a callable, got {op!r}")
-    _USER[op] = Entry(fn, lifts, inplace)
+    _USER[op] = Entry(line(fn) if isinstance(fn, str) else fn, lifts, inplace)
 
 
 def registered() -> Iterable[tuple[Any, Entry]]:
