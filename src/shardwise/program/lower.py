@@ -94,7 +94,7 @@ class _Lowering:
             got = program.run([r[i] for i in registers], args, kwargs)
             if isinstance(got, Tensor):
                 r[outs[0]] = got
-            else:
+            elif got is not None:
                 kept = [t for t in got if isinstance(t, Tensor)]
                 for v, t in zip(outs, kept):
                     r[v] = t
@@ -118,7 +118,8 @@ class _Lowering:
         movers = tuple(
             None if a.layout.is_replicated else mover(a.layout, a.layout.replicated(), self.transport) for a in operands
         )
-        if any(m is not None and m.communicates for m in movers):
+        # A check of what a kernel reports has no result: all ranks see all of it, so that all of them raise.
+        if node.outs and any(m is not None and m.communicates for m in movers):
             self.gathered.append(str(node.op))
         layouts = [Layout.of(self.mesh, None, *self.graph.values[v]) for v in node.outs]
         return Program(node.op, movers), layouts

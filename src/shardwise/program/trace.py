@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 import logging
+from threading import RLock
 from typing import Any
 
 import torch
@@ -107,13 +108,14 @@ class _Recorder(TorchDispatchMode):
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _MODES: list[Any] = []
+_ONE = RLock()  # a fake mode is for one thread at a time
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def trace(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | None:
     """Trace a call; ``args`` and ``kwargs`` hold slots for the operands. None if it is no graph."""
     graph = Graph()
-    with without_modes(), _quiet():
+    with _ONE, without_modes(), _quiet():
         if not _MODES:
             _MODES.append(fake_mode())
         mode = _MODES[0]
@@ -129,6 +131,10 @@ def trace(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dic
             graph.result = recorder.slots(result)
         except (*untraceable(), _UntraceableError):
             return None
+        except RuntimeError as error:
+            if "data is not allocated" not in str(error):
+                raise
+            return None  # a kernel that reads values without asking
     _drop_dead(graph)
     return graph
 
@@ -181,11 +187,11 @@ def used(tree: Any) -> dict[int, None]:
 
 
 def _drop_dead(graph: Graph) -> None:
-    """Remove calls whose values nobody uses (autograd leaves detached ones behind)."""
+    """Remove calls whose values nobody uses (autograd leaves detached ones behind); checks have none, and stay."""
     live = used(graph.result)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if any(v in live for v in node.outs):
+        if not node.outs or any(v in live for v in node.outs):
             live |= used(node.args) | used(node.kwargs)
             kept.append(node)
     graph.nodes = kept[::-1]

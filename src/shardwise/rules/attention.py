@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
         special=frozenset(special | ({"h"} if picks else set())),
         divides={"h": key.shape[-3]} if grouped and not picks else {},
         local=local,
-        always_local=dropout_p > 0,
+        always_local=dropout_p > 0 or any(a.layout.has_empty() for a in ins),
         out_shapes=(shape,),
         out_strides=(_strides(query, key, value, attn_mask, dropout_p, shape, grouped),),
     )
@@ -169,6 +169,8 @@ class _Local:
             seen = min(key.shape[-2], start + query.shape[-2])  # no query here sees more
             key, value = key[..., :seen, :], value[..., :seen, :]
             attn_mask, is_causal = _causal(query, key, start), False
+        if dropout_p == 0 and 0 in (query.numel(), key.numel(), value.numel()):
+            return _empty(query, key, value, attn_mask)
         if dropout_p == 0:
             return F.scaled_dot_product_attention(
                 query,
@@ -192,6 +194,17 @@ class _Local:
         dtype = torch.float32 if query.dtype in (torch.float16, torch.bfloat16) else query.dtype
         mask = dropout_mask(shape, offsets, sizes, dtype, query.device, dropout_p)
         return _plain(query, key, value, attn_mask, scale, mask)
+
+
+def _empty(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention where a piece is empty: torch's kernels would give the mask no gradient, and its ranks wait."""
+    if key.ndim > 2 and key.shape[-3] != query.shape[-3] and key.shape[-3] > 1:
+        group = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(group, -3), value.repeat_interleave(group, -3)
+    scores = query @ key.transpose(-2, -1)
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask
+    return (scores.softmax(-1) @ value).to(query.dtype)
 
 
 def _causal(query: Tensor, key: Tensor, start: int) -> Tensor:

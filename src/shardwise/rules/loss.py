@@ -220,7 +220,9 @@ def _of_rows(func: Any, count: int, *, sums_empty: bool = True) -> None:
         for a in rest:
             name = next(k for k, v in given.items() if v is a)
             if name == "weight":
-                ins[a] = (WHOLE,) * a.ndim
+                if a.ndim > len(out) + 1:
+                    return None
+                ins[a] = aligned(a, (*out, WHOLE), (*shape, heads[0].shape[-1]))
             elif a.shape == shape:
                 ins[a] = out
             else:

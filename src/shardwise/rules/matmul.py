@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.rules.notation import Arg, Labels, Rule, aligned, line, numbered
 from shardwise.rules.registry import rule
@@ -126,4 +127,19 @@ def einsum(equation: Any, *operands: Any) -> Rule | None:
         for name, n in zip((*before, *(dots[len(dots) - count :] if has else ()), *after), op.shape):
             sizes[name] = max(sizes.get(name, 1), n) if n != 0 else 0
     shape = tuple(sizes[name] for name in out)
-    return Rule(ins, (out,), linear=tuple(frozenset([op]) for op in operands), out_shapes=(shape,))
+    linear = tuple(frozenset([op]) for op in operands)
+    summed = frozenset(name for names in ins.values() for name in names) - {*out, "1"}
+    return Rule(ins, (out,), special=summed, linear=linear, local=_einsum_pieces, out_shapes=(shape,))
+
+
+def _einsum_pieces(ctx: Any, equation: Any, *operands: Any) -> Tensor:
+    """Cast as autocast would: torch does not where the summed dims have size one, as those of a piece may."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    device = operands[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        operands = tuple(
+            [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in operands]
+        )
+    return torch.einsum(equation, *operands)

@@ -28,9 +28,12 @@ HIDDEN_WRITES = frozenset(
         torch.batch_norm,
         torch.instance_norm,
         torch.native_batch_norm,
+        torch._native_batch_norm_legit,
         torch.ops.aten.batch_norm.default,
         torch.ops.aten.instance_norm.default,
         torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten._native_batch_norm_legit.default,
+        torch.ops.aten._batch_norm_with_update.default,
     )
 )
 
@@ -137,7 +140,8 @@ def native_layer_norm(
     ) -> tuple[Tensor, Tensor, Tensor]:
         middle, x, var = _centred(group_of(ctx, dims), wide(input), dims, n)
         scale = (var + eps).rsqrt()
-        return _scaled(x * scale, weight, bias).to(input.dtype), middle, scale
+        y = _scaled(x * scale, weight, bias).to(input.dtype)
+        return y, middle.detach(), scale.detach()
 
     return Rule(
         ins,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shardwise.rules.notation import WHOLE, Arg, Rule
 from shardwise.rules.registry import rule
 
@@ -35,7 +38,24 @@ def _sequence(
         (names, *((WHOLE, "b", WHOLE),) * count),
         out_shapes=(shape, *(h.shape for h in states)),
         out_strides=(stride, *(None,) * count),
+        special=frozenset("b"),
+        local=_pieces,
     )
+
+
+def _pieces(ctx: Any, input: Tensor, hx: Any, *rest: Any, **kwargs: Any) -> Any:
+    """On a rank without rows, one row that nobody sees: torch takes another kernel for none, and another dtype."""
+    batch_first = kwargs.get("batch_first", rest[6] if len(rest) > 6 else False)
+    dim = 0 if batch_first else 1
+    if input.shape[dim]:
+        return ctx.func(input, hx, *rest, **kwargs)
+
+    def padded(x: Tensor, d: int) -> Tensor:
+        return torch.cat([x, x.new_zeros((*x.shape[:d], 1, *x.shape[d + 1 :]))], d)
+
+    states = padded(hx, 1) if isinstance(hx, Tensor) else [padded(h, 1) for h in hx]
+    out, *last = ctx.func(padded(input, dim), states, *rest, **kwargs)
+    return out.narrow(dim, 0, 0), *[h.narrow(1, 0, 0) for h in last]
 
 
 @rule("lstm", "aten.lstm.input")

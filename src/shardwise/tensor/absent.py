@@ -17,6 +17,7 @@ from shardwise.errors import MeshError
 from shardwise.layout.layout import Layout
 from shardwise.program.compile import fill
 from shardwise.program.spec import spec_of
+from shardwise.rules.notation import Arg
 from shardwise.tensor.dtensor import DTensor, wrap
 
 
@@ -36,11 +37,8 @@ class Absent:
 
     def __call__(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Run on fake tensors of the global shapes, and wrap empties."""
-        with without_modes(), fake_mode(), torch.no_grad():
-            fakes = [
-                torch.empty_strided(a.shape, a.layout.stride, dtype=a.dtype, device=a.device or "cpu")
-                for a in self.operands
-            ]
+        with without_modes(), fake_mode():
+            fakes = [_fake(a) for a in self.operands]
             try:
                 result = self.func(*fill(call.tree, fakes), **fill(call.kwargs, fakes))
             except untraceable() as error:
@@ -49,6 +47,14 @@ class Absent:
                     f"rank {call.transport.rank} is not on {mesh}, so it has no data that this call asks for."
                 ) from error
         return _empties(result, fakes, call, self)
+
+
+def _fake(a: Arg) -> Tensor:
+    """Stands for an operand; requires grad as it does, so that the results tell what does."""
+    fake = torch.empty_strided(
+        a.shape, a.layout.stride, dtype=a.dtype, device=a.device or "cpu", requires_grad=a.requires_grad
+    )
+    return fake.clone() if a.requires_grad and not a.is_leaf else fake
 
 
 def _empties(result: Any, fakes: list[Tensor], call: Any, program: Absent) -> Any:
@@ -66,7 +72,7 @@ def _empties(result: Any, fakes: list[Tensor], call: Any, program: Absent) -> An
         if layout is None or layout.shape != shape:
             layout = Layout.of(mesh, None, shape, stride, fake.dtype)
         local = torch.empty((0,) * fake.ndim, dtype=fake.dtype, device=fake.device)
-        if needs and (fake.is_floating_point() or fake.is_complex()):
+        if needs and fake.requires_grad:
             local: Tensor = _Joined.apply(local, *needs)  # pyright: ignore[reportAssignmentType]
         return wrap(local, spec_of(layout.with_dtype(fake.dtype), call.transport))
 

@@ -7,8 +7,6 @@ right; the lower ones move more.
 
 from __future__ import annotations
 
-from functools import lru_cache
-import inspect
 import math
 from typing import Any
 
@@ -35,6 +33,7 @@ from shardwise.tensor.checks import check_equal_on_all_ranks
 from shardwise.tensor.descent import Descent
 from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
 from shardwise.tensor.explain import located
+from shardwise.tensor.keywords import ordered, positional
 from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.strides import agrees, in_order
 from shardwise.tensor.transforms import refuse_tracing
@@ -126,6 +125,8 @@ def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not args:
+        args, kwargs = positional(func, kwargs)
     if writes_to_copy(func, args):
         _check_fresh(args[0])
         return write_to_copy(func, args, kwargs)
@@ -141,7 +142,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **rest).requires_grad_()
     entry = lookup(func)
     if len(kwargs) > 1:
-        kwargs = _ordered(func, entry, kwargs)
+        kwargs = ordered(func, entry and entry.rule, kwargs)
     call = Call(func, args, kwargs, entry is not None and entry.lifts)
     table = program_tables(call.transport)[mode()]
     if is_autocast_enabled():
@@ -151,26 +152,6 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if program is None:
         return _compile_and_run(func, entry, call, key, table, args, kwargs)
     return run(program, call, func, args, kwargs)
-
-
-def _ordered(func: Any, entry: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Tensors by name in the order of the parameters: rules count the tensor arguments so."""
-    tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
-    if len(tensors) < 2:
-        return kwargs
-    return {name: kwargs[name] for name in _in_order(func, entry, tuple(kwargs))}
-
-
-@lru_cache(4096)
-def _in_order(func: Any, entry: Any, given: tuple[str, ...]) -> tuple[str, ...]:
-    names: list[str] = []
-    for fn in (func, entry and entry.rule):
-        try:
-            names += inspect.signature(fn).parameters
-        except (TypeError, ValueError):  # a builtin that does not say, or no rule
-            continue
-    place = {name: i for i, name in reversed(list(enumerate(names)))}
-    return tuple(sorted(given, key=lambda name: place.get(name, len(names))))
 
 
 def run(program: Any, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

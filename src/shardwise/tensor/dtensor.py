@@ -596,6 +596,8 @@ def fast_key(  # noqa: C901, PLR0912  one branch for each that the hot path has
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool
 ) -> tuple[Any, ...] | None:
     """The hot path's key for a call, or None where a number that changes at every call would be part of it."""
+    if not args:
+        return None
     if len(args) == 2 and not kwargs and type(args[0]) is DTensor and type(args[1]) is float:
         return (func, args[0]._spec, float) if lifts else None
     if lifts and any(type(a) is complex for a in (*args, *kwargs.values())):

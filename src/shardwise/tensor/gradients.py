@@ -25,6 +25,7 @@ from shardwise.layout.layout import Layout
 from shardwise.program.spec import Spec
 
 BUCKET_BYTES = 25 * 1024 * 1024
+MAX_TASKS = 64  # more than torch nests backwards on one thread
 
 _NO_SYNC: ContextVar[bool] = ContextVar("shardwise_no_sync", default=False)
 _UNWATCHED: ContextVar[bool] = ContextVar("shardwise_unwatched", default=False)
@@ -133,6 +134,8 @@ def _arrived(local: Tensor) -> None:
     task, waiting = current_graph_task(), leaf.waiting
     found = waiting.get(task)
     if found is None:
+        if len(waiting) > MAX_TASKS:  # of backwards that raised: they do not come to their end
+            del waiting[min(waiting)]
         waiting[task] = [leaf]
         queue_callback(lambda: _finish(waiting, task))
     else:
@@ -175,7 +178,8 @@ def _finish(waiting: dict[int, list[Leaf]], task: int) -> None:
     buckets: dict[tuple[Bucket, torch.dtype], list[Leaf]] = {}
     for leaf in leaves:
         g = leaf.pending
-        assert g is not None, "a waiting leaf has a gradient"
+        if g is None:  # a hook has cleared it meanwhile, on every rank
+            continue
         if leaf.bucket is None or g.requires_grad:
             leaf.pending = None
             leaf.add(leaf.reduce(g))
