@@ -119,6 +119,9 @@ def untraceable() -> tuple[type[BaseException], ...]:
     )
 
 
+# Batch norm with its statistics written in place; the schema says so, the version counters do not.
+batch_norm_legit: Any = torch._native_batch_norm_legit
+
 # Custom autograd Functions: their metaclass, and the ``apply`` of the C++ base (called with the class).
 FUNCTION_KIND: Any = type(torch.autograd.Function)
 native_apply: Any = torch._C._FunctionBase.__dict__["apply"]

@@ -273,7 +273,7 @@ def _out_layouts(
     dense = all(a.layout.is_contiguous for a in operands if a.ndim > 1 or rule.view)
     if rule.out_strides is not None:
         strides = list(rule.out_strides)
-    elif rule.view or not dense:
+    elif rule.view or not dense or _reorders(args, kwargs):
         got = _on_meta(func, operands, args, kwargs)
         if got is not None and len(got) >= len(rule.outs):
             shapes = [tuple(t.shape) for t in got[: len(rule.outs)]]
@@ -287,6 +287,12 @@ def _out_layouts(
         assert len(dims) == len(shape), f"the rule of {func} labels {len(dims)} dims of a result {shape}"
         out.append(Layout(mesh, dims, partial, shape, stride or contiguous_stride(shape), dtype))
     return out
+
+
+def _reorders(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call asks for a memory order of its own (channels last)."""
+    asked = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)]
+    return any(a not in (torch.contiguous_format, torch.preserve_format) for a in asked)
 
 
 def _shapes(rule: Rule, operands: Sequence[Arg]) -> list[tuple[int, ...]]:

@@ -111,6 +111,8 @@ def reduced_loss(
 
     def local(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
         def loss(asked: str) -> Tensor:
+            if asked == "sum" and not sums_empty:
+                return loss("none").sum()
             asked_args, asked_kwargs = with_reduction(names, args, kwargs, asked)
             return func(*asked_args, **asked_kwargs)
 

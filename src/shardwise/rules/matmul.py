@@ -61,34 +61,36 @@ def linear(input: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
     return contraction(ins, (*names, "n"), (input, weight), bias)
 
 
-def _scaled_addend(beta: Any, addend: Arg, ins: dict[Arg, Labels], out: Labels, factors: tuple[Arg, ...]) -> Rule:
+def _scaled_addend(
+    scales: tuple[Any, Any], addend: Arg, ins: dict[Arg, Labels], out: Labels, factors: tuple[Arg, ...]
+) -> Rule | None:
+    if not addend.dtype.is_floating_point and not addend.dtype.is_complex and any(type(s) is float for s in scales):
+        return None  # whether torch cuts the fraction off or raises depends on the sizes
     ins = {addend: aligned(addend, out), **ins}
-    shape_of = dict(zip([n for names in ins.values() for n in names], [n for a in ins for n in a.shape]))
     made = contraction(ins, out, factors, addend)
     sizes = {name: n for a in factors for name, n in zip(ins[a], a.shape)}
-    del shape_of
     return Rule(
         ins, (out,), linear=made.linear, addends=made.addends, out_shapes=(tuple(sizes[name] for name in out),)
     )
 
 
 @rule("addmm", "aten.addmm")
-def addmm(input: Arg, mat1: Arg, mat2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule:
+def addmm(input: Arg, mat1: Arg, mat2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule | None:
     """``m n, m k, k n -> m n``."""
-    return _scaled_addend(beta, input, {mat1: ("m", "k"), mat2: ("k", "n")}, ("m", "n"), (mat1, mat2))
+    return _scaled_addend((beta, alpha), input, {mat1: ("m", "k"), mat2: ("k", "n")}, ("m", "n"), (mat1, mat2))
 
 
 @rule("baddbmm", "aten.baddbmm")
-def baddbmm(input: Arg, batch1: Arg, batch2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule:
+def baddbmm(input: Arg, batch1: Arg, batch2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule | None:
     """``b m n, b m k, b k n -> b m n``."""
     ins = {batch1: ("b", "m", "k"), batch2: ("b", "k", "n")}
-    return _scaled_addend(beta, input, ins, ("b", "m", "n"), (batch1, batch2))
+    return _scaled_addend((beta, alpha), input, ins, ("b", "m", "n"), (batch1, batch2))
 
 
 @rule("addmv", "aten.addmv")
-def addmv(input: Arg, mat: Arg, vec: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule:
+def addmv(input: Arg, mat: Arg, vec: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule | None:
     """``m, m k, k -> m``."""
-    return _scaled_addend(beta, input, {mat: ("m", "k"), vec: ("k",)}, ("m",), (mat, vec))
+    return _scaled_addend((beta, alpha), input, {mat: ("m", "k"), vec: ("k",)}, ("m",), (mat, vec))
 
 
 @rule(torch.functional.einsum, torch.einsum)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from shardwise.compat import batch_norm_legit
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.reduce import count_of, group_of, is_inexact, result_dtype, wide
 from shardwise.rules.registry import rule
@@ -28,7 +29,7 @@ HIDDEN_WRITES = frozenset(
         torch.batch_norm,
         torch.instance_norm,
         torch.native_batch_norm,
-        torch._native_batch_norm_legit,
+        batch_norm_legit,
         torch.ops.aten.batch_norm.default,
         torch.ops.aten.instance_norm.default,
         torch.ops.aten.native_batch_norm.default,

@@ -132,6 +132,12 @@ def _zero_(x: Arg) -> Rule:
     return linear_unary(x)
 
 
+def _elementwise(overload: Any) -> bool:
+    """Whether ATen says so; its tag is also on ``equal``, which gives one bool."""
+    returns = overload._schema.returns
+    return torch.Tag.pointwise in overload.tags and all(isinstance(r.type, torch.TensorType) for r in returns)
+
+
 def _names() -> dict[str, Any]:
     """Every elementwise name with its rule function."""
     names: dict[str, Any] = {}
@@ -141,7 +147,7 @@ def _names() -> dict[str, Any]:
         op = getattr(torch.ops.aten, packet)
         if not hasattr(op, "overloads"):
             continue
-        if any(torch.Tag.pointwise in getattr(op, o).tags for o in op.overloads() if not o.endswith("out")):
+        if any(_elementwise(getattr(op, o)) for o in op.overloads() if not o.endswith("out")):
             names[packet] = pointwise
     names |= dict.fromkeys(_MORE, pointwise) | dict.fromkeys(_OPERATORS, pointwise)
     names |= dict.fromkeys(_SUMS, pointwise_sum) | dict.fromkeys(_PRODUCTS[:2], pointwise_product)

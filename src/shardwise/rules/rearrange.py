@@ -6,6 +6,7 @@ A dim whose order changes must be whole; triangles know where a piece begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,11 +92,14 @@ def rot90(input: Arg, k: Any = 1, dims: Any = (0, 1)) -> Rule | None:
     plane = some_dims(dims, input.ndim)
     if plane is None or len(plane) != 2 or type(k) is not int:
         return None
-    shape = list(input.shape)
+    shape, strides = list(input.shape), None
     if k % 2:
         a, b = plane
         shape[a], shape[b] = shape[b], shape[a]
-    return kept_whole(input, plane, shape)
+        strides = list(input.layout.stride)  # flipped, then transposed
+        strides[a], strides[b] = strides[b], strides[a]
+    made = kept_whole(input, plane, shape)
+    return made if strides is None else replace(made, out_strides=(tuple(strides),))
 
 
 @rule("repeat_interleave")

@@ -553,7 +553,7 @@ def _flatten_kwargs(func: Any, kwargs: dict[str, Any], key: list[Any]) -> dict[s
 
 def _flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any) -> Any:
     """Add a list argument to the key and the local arguments."""
-    key.append(len(items))
+    key.append(len(items) if type(items) is list else ~len(items))
     taken: list[Any] = []
     for x in items:
         if type(x) is DTensor:
