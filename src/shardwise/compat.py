@@ -122,6 +122,13 @@ def untraceable() -> tuple[type[BaseException], ...]:
 # Batch norm with its statistics written in place; the schema says so, the version counters do not.
 batch_norm_legit: Any = torch._native_batch_norm_legit
 
+
+def on_input_mask(handler: Any) -> None:
+    """Run ``handler(original, input, **kwargs)`` where ``torch.masked`` reads a mask: it looks layouts up in a set."""
+    module = torch.masked._ops
+    module._input_mask = functools.partial(handler, module._input_mask)
+
+
 # Custom autograd Functions: their metaclass, and the ``apply`` of the C++ base (called with the class).
 FUNCTION_KIND: Any = type(torch.autograd.Function)
 native_apply: Any = torch._C._FunctionBase.__dict__["apply"]

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from shardwise.comm.reduce import ALLOWED, BOOL_AS, COMPLEX, reduce_in_order
-from shardwise.comm.transport import Handle, Ready, Transport, _fallback
+from shardwise.comm.transport import Handle, Ready, Transport, _fallback, _plain
 from shardwise.errors import CommError
 from shardwise.events import observers
 
@@ -366,6 +366,9 @@ class C10dTransport(Transport):
     def _scatter(
         self, x: list[Tensor] | None, out_like: Tensor, ranks: tuple[int, ...], src: int
     ) -> Tensor:
+        group = self._groups.get(ranks) or self._group(ranks)
+        if group.backend(out_like) == "gloo":
+            return self._send_each(x, out_like, group, ranks, src)
         # Backends scatter equal shapes only; an all_to_all in which one rank talks does it.
         idle = [0] * len(ranks)
         if x is None:
@@ -374,11 +377,34 @@ class C10dTransport(Transport):
             flat = self._all_to_all(out_like.new_empty(0), ranks, idle, out_splits, True).wait()
             return flat.view(out_like.shape)
         own = ranks.index(src)
-        sent = [piece.new_empty(0) if i == own else piece.view(-1) for i, piece in enumerate(x)]
+        sent = [
+            piece.new_empty(0) if i == own else _plain(piece).view(-1)
+            for i, piece in enumerate(x)
+        ]
         self._all_to_all(
             torch.cat(sent), ranks, [piece.numel() for piece in sent], idle, True
         ).wait()
-        return x[own].clone()
+        return torch.empty_like(out_like, memory_format=torch.contiguous_format).copy_(x[own])
+
+    def _send_each(
+        self,
+        x: list[Tensor] | None,
+        out_like: Tensor,
+        group: _Group,
+        ranks: tuple[int, ...],
+        src: int,
+    ) -> Tensor:
+        """A scatter that needs no memory beyond the pieces: one message after the other."""
+        out = torch.empty_like(out_like, memory_format=torch.contiguous_format)
+        if x is None:
+            if out.numel():
+                sender = group.to_given[ranks.index(src)]
+                group.pg.recv([_on_wire(out)], sender, _SCATTER_TAG).wait()
+            return out
+        for rank, place, piece in zip(ranks, group.to_given, x, strict=True):
+            if rank != src and piece.numel():
+                group.pg.send([_on_wire(_plain(piece))], place, _SCATTER_TAG).wait()
+        return out.copy_(x[ranks.index(src)])
 
     def _all_gather_object(self, obj: Any, ranks: tuple[int, ...]) -> list[Any]:
         group = self._group(ranks)
@@ -398,6 +424,14 @@ def _reorder(splits: list[int], order: Sequence[int]) -> Callable[[Tensor], Tens
         return torch.cat([pieces[i] for i in order])
 
     return finish
+
+
+_SCATTER_TAG = 0x5C47  # so that these messages are not taken for a user's own
+
+
+def _on_wire(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor in a dtype that the backend moves."""
+    return x if x.dtype in _MOVES else x.view(-1).view(torch.uint8)
 
 
 def _as_plain(op: str, x: Tensor) -> tuple[str, Tensor] | None:

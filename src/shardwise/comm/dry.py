@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Handle, Ready, Transport
@@ -77,7 +78,7 @@ class DryTransport(Transport):
         self, x: list[Tensor] | None, out_like: Tensor, ranks: tuple[int, ...], src: int
     ) -> Tensor:
         if x is not None:
-            return x[ranks.index(src)].clone()
+            return x[ranks.index(src)].clone(memory_format=torch.contiguous_format)
         return out_like.new_zeros(out_like.shape)
 
     def _all_gather_object(self, obj: Any, ranks: tuple[int, ...]) -> list[Any]:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from shardwise.comm.dry import RankGroup
 from shardwise.comm.reduce import reduce_in_order
-from shardwise.comm.transport import Handle, Transport
+from shardwise.comm.transport import Handle, Transport, _plain
 from shardwise.errors import AbortedError, CommError, DeadlockError, explain
 from shardwise.events import user_site
 
@@ -380,6 +380,7 @@ class ThreadsTransport(Transport):
         self, x: list[Tensor] | None, out_like: Tensor, ranks: tuple[int, ...], src: int
     ) -> Tensor:
         place = ranks.index(src)
+        x = None if x is None else [_plain(piece) for piece in x]
 
         def compute(inputs: list[tuple[list[Tensor] | None, torch.Size]]) -> Sequence[Tensor]:
             pieces = inputs[place][0]

@@ -191,7 +191,7 @@ class Transport(ABC):
         if observers():
             size = 0 if src == self.rank else x.nbytes
             self._report("broadcast", size, ranks, x, tag=tag)
-        return self._broadcast(_plain(x), ranks, src)
+        return self._broadcast(_plain(x) if src == self.rank else x, ranks, src)
 
     def scatter(
         self,
@@ -230,7 +230,7 @@ class Transport(ABC):
                 )
             if len(ranks) == 1:
                 return _fresh(mine)
-            pieces = [_plain(piece) for piece in x]
+            pieces = list(x)  # not made contiguous yet: that would be another whole copy at once
             odd = [piece.dtype for piece in pieces if piece.dtype != out_like.dtype]
             if odd:
                 raise CommError(f"scatter of {odd[0]} where {out_like.dtype} is expected.")

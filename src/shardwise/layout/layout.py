@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import boxes
 from shardwise.layout.mesh import Mesh
@@ -62,6 +64,12 @@ class Layout:
         assert len(partial) == mesh.ndim, "one entry per mesh axis"
         _INTERNED[key] = self
         return self
+
+    def __eq__(self, other: object) -> bool:
+        """Identity; and a layout is torch's ``strided``, which code of torch's asks of ``x.layout``."""
+        return self is other or other is torch.strided
+
+    __hash__ = object.__hash__
 
     # -- notations ---------------------------------------------------------------------------
     @classmethod

@@ -21,7 +21,7 @@ from shardwise.layout.layout import Layout
 from shardwise.program.decide import Choice, decide
 from shardwise.program.local import LocalContext
 from shardwise.program.spec import Spec, spec_of
-from shardwise.rules.notation import ONE, Arg, Rule
+from shardwise.rules.notation import ONE, WHOLE, Arg, Rule
 from shardwise.rules.registry import Entry
 
 Step = Callable[[Tensor], Tensor]
@@ -172,7 +172,12 @@ def compile_rule(
     Returns:
         None if the rule does not answer for these arguments.
     """
-    rule = entry.rule(*fill(args, operands), **fill(kwargs, operands))
+    try:
+        rule = entry.rule(*fill(args, operands), **fill(kwargs, operands))
+    except (IndexError, TypeError):  # a form of the op that the rule does not know, or one that torch refuses
+        if entry.of_user:
+            raise
+        return None
     if rule is None:
         return None
     choice = decide(rule, operands, operands[0] if entry.inplace else None)
@@ -300,7 +305,10 @@ def _shapes(rule: Rule, operands: Sequence[Arg]) -> list[tuple[int, ...]]:
     for arg in operands:
         for name, n in zip(rule.ins.get(arg, ()), arg.shape):
             sizes.setdefault(name, n)
-    return [tuple(sizes[name] for name in names) for names in rule.outs]
+    alike = {rule.ins.get(a, ()): a.shape for a in reversed(operands)}  # dims that are whole share one label
+    return [
+        alike[names] if WHOLE in names and names in alike else tuple(sizes[name] for name in names) for names in rule.outs
+    ]
 
 
 def _on_meta(
@@ -315,3 +323,7 @@ def _on_meta(
             return flat_results(func(*fill(args, meta), **fill(kwargs, meta)))
     except NotImplementedError:
         return None
+    except RuntimeError as error:
+        if "cannot be called on meta tensors" in str(error):  # it looks at values: nothing is known
+            return None
+        raise

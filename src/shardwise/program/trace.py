@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.compat import TorchDispatchMode, fake_mode, is_fake, untraceable, without_modes
+from shardwise.compat import TorchDispatchMode, fake_mode, is_fake, without_modes
 from shardwise.program.compile import Slot, fill, slot
 from shardwise.rules.notation import Arg
 
@@ -129,7 +129,7 @@ def trace(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dic
                     result = func(*fill(args, fakes), **fill(kwargs, fakes))
             _refuse_aliases(result, fakes)
             graph.result = recorder.slots(result)
-        except (*untraceable(), _UntraceableError):
+        except Exception:  # no graph, or fake kernels refuse the call: torch judges it on the whole tensors
             return None
         except RuntimeError as error:
             if "data is not allocated" not in str(error):

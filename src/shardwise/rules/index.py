@@ -212,6 +212,8 @@ def gather(input: Arg, dim: Any, index: Any, *, sparse_grad: bool = False) -> Ru
         or sparse_grad
     ):
         return None
+    if any(m > n and d != at for d, (n, m) in enumerate(zip(input.shape, index.shape))):
+        return None  # torch refuses: all ranks must, also one with an empty piece
     names = numbered("d", input.ndim)
     ins = tuple(n if a == b else WHOLE for n, a, b in zip(names, input.shape, index.shape))
     positions = tuple("i" if d == at else n for d, n in enumerate(ins))

@@ -22,19 +22,24 @@ from shardwise.rules.registry import rule
 
 # Calls that write into plain-looking arguments (running statistics) without a trace in their version.
 HIDDEN_WRITES = frozenset(
-    f
-    for f in (
+    (
         F.batch_norm,
         F.instance_norm,
         torch.batch_norm,
         torch.instance_norm,
         torch.native_batch_norm,
         batch_norm_legit,
-        torch.ops.aten.batch_norm.default,
-        torch.ops.aten.instance_norm.default,
-        torch.ops.aten.native_batch_norm.default,
-        torch.ops.aten._native_batch_norm_legit.default,
-        torch.ops.aten._batch_norm_with_update.default,
+        *(
+            op
+            for packet in (
+                torch.ops.aten.batch_norm,
+                torch.ops.aten.instance_norm,
+                torch.ops.aten.native_batch_norm,
+                torch.ops.aten._native_batch_norm_legit,
+                torch.ops.aten._batch_norm_with_update,
+            )
+            for op in (packet, packet.default)
+        ),
     )
 )
 

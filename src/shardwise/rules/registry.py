@@ -29,11 +29,13 @@ class Entry:
         rule: The rule function.
         lifts: Float arguments do not decide the program; they are passed at run time.
         inplace: The call writes into its first tensor argument, and returns it.
+        of_user: What the rule raises is the user's to see.
     """
 
     rule: RuleFunction
     lifts: bool = False
     inplace: bool = False
+    of_user: bool = False
 
 
 _BUILTIN: dict[Any, Entry] = {}
@@ -106,7 +108,7 @@ def register_rule(op: Any, fn: RuleFunction | str, *, lifts: bool = False, inpla
     """
     if not callable(op):
         raise UnsupportedError(f"a rule is registered for a callable, got {op!r}")
-    _USER[op] = Entry(line(fn) if isinstance(fn, str) else fn, lifts, inplace)
+    _USER[op] = Entry(line(fn) if isinstance(fn, str) else fn, lifts, inplace, True)
 
 
 def registered() -> Iterable[tuple[Any, Entry]]:

@@ -413,6 +413,8 @@ def _elementwise_along(
     at = one_dim(dim, x.ndim) if isinstance(x, Arg) else None
     if at is None or not x.ndim or not isinstance(index, Arg) or index.ndim != x.ndim:
         return None
+    if any(m > n and d != at for d, (n, m) in enumerate(zip(x.shape, index.shape))):
+        return None  # torch refuses: all ranks must, also one with an empty piece
     names = [f"d{d}" for d in range(x.ndim)]
     positions: list[str] = []
     tensor = src if isinstance(src, Arg) and src.ndim == x.ndim else None
@@ -441,6 +443,7 @@ def _elementwise_along(
         local=_into_piece(at, 1),
         linear=linear,
         addends=addends,
+        out_shapes=(x.shape,),
     )
 
 
@@ -463,7 +466,7 @@ def scatter_reduce(
 ) -> Rule | None:
     """Elements reduced by positions along a dim, which must be whole."""
     made = _elementwise_along(input, dim, index, src, False, cut=False)
-    return None if made is None else Rule(made.ins, made.outs)
+    return None if made is None else Rule(made.ins, made.outs, out_shapes=made.out_shapes)
 
 
 _register("index_add", index_add, _added_in_place(index_add))

@@ -17,6 +17,7 @@ from shardwise.tensor import (  # noqa: F401  they register themselves
     init,
     likes,
     loading,
+    masks,
     metadata,
     random,
     shapes,

@@ -67,16 +67,16 @@ def _piece(tensor: Tensor, spec: Spec, source: int | None) -> Tensor:
         )
     src = mesh.ranks[source]
     shape = [spec.local_shape[d] for d in _memory_order(layout)]
-    like = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    like = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(shape)  # a shape, no memory
     order = _memory_order(layout)
     if not layout.is_sharded:
         mine = tensor.permute(order)
         mine = mine if spec.transport.rank == src else like
-        got = spec.transport.broadcast(mine.contiguous(), mesh.ranks, src, tag=_all_axes(mesh))
+        got = spec.transport.broadcast(mine, mesh.ranks, src, tag=_all_axes(mesh))
     else:
         pieces = None
         if spec.transport.rank == src:
-            pieces = [_cut(tensor, layout, c).permute(order).contiguous() for c in mesh.coordinates()]
+            pieces = [_cut(tensor, layout, c).permute(order) for c in mesh.coordinates()]
         got = spec.transport.scatter(pieces, like, mesh.ranks, src, tag=_all_axes(mesh))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return _masked(got.permute(inverse), layout, coord)

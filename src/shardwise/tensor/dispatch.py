@@ -234,6 +234,8 @@ def into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         if target.shape != value.shape:
             raise LayoutError(f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}")
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
         write_into(target, value)
     return out
 

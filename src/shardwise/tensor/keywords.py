@@ -20,7 +20,9 @@ def positional(func: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict
         if not required or name not in kwargs:
             break
         leading.append(name)
-    while leading and not isinstance(kwargs[leading[-1]], Tensor):  # what follows may be for keywords only
+    while leading and not isinstance(
+        kwargs[leading[-1]], Tensor
+    ):  # what follows may be for keywords only
         leading.pop()
     rest = {name: value for name, value in kwargs.items() if name not in leading}
     return tuple([kwargs[name] for name in leading]), rest
@@ -54,13 +56,23 @@ def parameters(func: Any) -> tuple[tuple[str, bool], ...]:
     """
     schema = getattr(func, "_schema", None)
     if schema is not None:
-        return tuple([(a.name, not a.kwarg_only and not a.has_default_value()) for a in schema.arguments])
-    for fn in (func, get_testing_overrides().get(func)):  # a builtin does not say, its stand-in does
+        return tuple(
+            [(a.name, not a.kwarg_only and not a.has_default_value()) for a in schema.arguments]
+        )
+    for fn in (
+        func,
+        get_testing_overrides().get(func),
+    ):  # a builtin does not say, its stand-in does
         try:
             found = inspect.signature(fn).parameters.values()  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError):
             continue
-        return tuple([(p.name, p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty) for p in found])
+        return tuple(
+            [
+                (p.name, p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty)
+                for p in found
+            ]
+        )
     return ()
 
 
