@@ -278,7 +278,9 @@ def _out_layouts(
     dense = all(a.layout.is_contiguous for a in operands if a.ndim > 1 or rule.view)
     if rule.out_strides is not None:
         strides = list(rule.out_strides)
-    elif rule.view or not dense or _reorders(args, kwargs):
+    elif (order := _asked_order(args, kwargs)) is not None:
+        strides = [torch.empty(s, memory_format=order, device="meta").stride() for s in shapes]
+    elif rule.view or not dense:
         got = _on_meta(func, operands, args, kwargs)
         if got is not None and len(got) >= len(rule.outs):
             shapes = [tuple(t.shape) for t in got[: len(rule.outs)]]
@@ -294,10 +296,12 @@ def _out_layouts(
     return out
 
 
-def _reorders(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the call asks for a memory order of its own (channels last)."""
-    asked = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)]
-    return any(a not in (torch.contiguous_format, torch.preserve_format) for a in asked)
+def _asked_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The memory format that a call asks for (channels last), or None."""
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.memory_format) and a not in (torch.contiguous_format, torch.preserve_format):
+            return a
+    return None
 
 
 def _shapes(rule: Rule, operands: Sequence[Arg]) -> list[tuple[int, ...]]:

@@ -131,10 +131,6 @@ def trace(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dic
             graph.result = recorder.slots(result)
         except Exception:  # no graph, or fake kernels refuse the call: torch judges it on the whole tensors
             return None
-        except RuntimeError as error:
-            if "data is not allocated" not in str(error):
-                raise
-            return None  # a kernel that reads values without asking
     _drop_dead(graph)
     return graph
 
