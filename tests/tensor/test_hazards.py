@@ -62,14 +62,14 @@ def agrees(program, meshes=MESHES, tol=1e-9):
     """``program(mesh)`` gives on every mesh and rank what ``program(None)`` gives."""
     torch.manual_seed(0)
     want = [plain(x) for x in leaves(program(None))]
+
+    def on_rank(rank, shape):
+        torch.manual_seed(0)
+        with rng(like="torch"):
+            return [plain(x) for x in leaves(program(init_device_mesh("cpu", shape)))]
+
     for shape in meshes:
-
-        def on_rank(shape=shape):
-            torch.manual_seed(0)
-            with rng(like="torch"):
-                return [plain(x) for x in leaves(program(init_device_mesh("cpu", shape)))]
-
-        for rank, got in enumerate(simulate(on_rank, math.prod(shape))):
+        for rank, got in enumerate(simulate(on_rank, math.prod(shape), shape)):
             assert len(got) == len(want)
             for i, (g, w) in enumerate(zip(got, want)):
                 where = f"mesh {shape}, rank {rank}, result {i}"
@@ -363,21 +363,21 @@ def test_bad_indices_raise_on_every_layout(name):
     call = BAD_INDEX[name]
     torch.manual_seed(0)
     w = torch.randn(5, 3)
+
+    def program(rank, i, own, index):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(w, mesh, [own]).requires_grad_()
+        y = call(x, distribute_tensor(i, mesh, [index]))
+        return y.full_tensor() if isinstance(y, DTensor) else None
+
     for wrong in (5, -7):
         i = torch.tensor([0, 1, 2, wrong])
         with pytest.raises((IndexError, RuntimeError)):
             call(w, i)
         for own in (R, S(0), S(1)):
             for index in (R, S(0)):
-
-                def program(i=i, own=own, index=index):
-                    mesh = init_device_mesh("cpu", (2,))
-                    x = distribute_tensor(w, mesh, [own]).requires_grad_()
-                    y = call(x, distribute_tensor(i, mesh, [index]))
-                    return y.full_tensor() if isinstance(y, DTensor) else None
-
                 with pytest.raises((IndexError, RuntimeError)):
-                    simulate(program, 2)
+                    simulate(program, 2, i, own, index)
 
 
 # ---- views, in place ----------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ def test_everything_at_once():
         params = [*embed.parameters(), *mid.parameters()]
         optimizer = torch.optim.AdamW(params, lr=0.01, eps=1e-3)
         out = []
-        mid.weight.register_hook(lambda g: g.clamp(-0.5, 0.5) if mesh is None else g * 1)
+        mid.weight.register_hook(lambda g: g * 2)
         for step in range(2):
             optimizer.zero_grad()
             for part, batch in enumerate((5, 1)):
@@ -491,8 +491,8 @@ def test_everything_at_once():
                     h = checkpoint(lambda t: mid(t).tanh(), h, use_reentrant=bool(step))
                     logits = h @ embed.weight.t()
                     loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
-                    (g,) = torch.autograd.grad(logits.pow(2).mean(), embed.weight, create_graph=step == 0, retain_graph=True)
                     if step == 0:
+                        (g,) = torch.autograd.grad(logits.pow(2).mean(), embed.weight, create_graph=True)
                         loss = loss + g.pow(2).sum()
                     loss.backward()
                     out.append(loss)
@@ -500,10 +500,7 @@ def test_everything_at_once():
             optimizer.step()
         return out + params
 
-    def unhooked(mesh):
-        return program(mesh)
-
-    agrees(unhooked, ((2,), (3,), (2, 2)), tol=1e-7)
+    agrees(program, ((2,), (3,), (2, 2)), tol=1e-7)
 
 
 def test_ranks_outside_the_mesh_train_along():
@@ -570,8 +567,8 @@ def test_fallbacks_are_counted():
     def program():
         x = distribute_tensor(torch.randn(4, 4), init_device_mesh("cpu", (2,)), [S(0)])
         with CommLog() as log:
-            torch.linalg.matrix_exp(x)
-            torch.linalg.matrix_exp(x)
+            torch.linalg.svdvals(x)
+            torch.linalg.svdvals(x)
         return sum(isinstance(e, FallbackEvent) for e in log.events)
 
     assert simulate(program, 2) == [2, 2]
@@ -655,19 +652,15 @@ def test_an_exit_on_one_rank_ends_all(kind):
 
 def test_the_import_is_quick_and_quiet():
     script = (
-        "import time, torch, sys; start = time.process_time(); import shardwise; "
-        "print(time.process_time() - start); assert 'torch._dynamo' not in sys.modules"
+        "import time; a = time.process_time(); import torch; b = time.process_time(); import shardwise, sys; "
+        "print((time.process_time() - b) / (b - a)); assert 'torch._dynamo' not in sys.modules"
     )
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    times = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", script], env=env, capture_output=True, text=True, check=False
-        )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    shares = []
+    while len(shares) < 3 and min(shares, default=1.0) > 0.3:  # torch takes about a second
+        command = [sys.executable, "-W", "error", "-c", script]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert not done.stderr
-        times.append(float(done.stdout))
-        if times[-1] < 0.3:
-            return
-    raise AssertionError(f"import shardwise takes {min(times):.2f} s beside torch")
+        shares.append(float(done.stdout))
+    assert min(shares) < 0.35, "of the time that torch takes"
