@@ -93,7 +93,9 @@ def wrap(lib: Any, local: torch.Tensor, spec: str) -> Any:
 MESHES: dict[Any, Any] = {}
 
 
-def interleave(fns: dict[str, Callable[[], Any]], reps: int, target: float = 1e-3) -> dict[str, list[float]]:
+def interleave(
+    fns: dict[str, Callable[[], Any]], reps: int, target: float = 1e-3
+) -> dict[str, list[float]]:
     """us per call of each, samples taken A B C, C B A, ...; those that raise are left out."""
     inner: dict[str, int] = {}
     out: dict[str, list[float]] = {}
@@ -121,9 +123,13 @@ def ratio(a: list[float] | None, b: list[float] | None) -> float | None:
     return statistics.median(x / y for x, y in zip(a, b)) if a and b else None
 
 
-def table(title: str, rows: dict[str, dict[str, list[float]]], base: str = "local") -> dict[str, Any]:
+def table(
+    title: str, rows: dict[str, dict[str, list[float]]], base: str = "local"
+) -> dict[str, Any]:
     """Print a markdown table; return its figures."""
-    print(f"\n### {title}\n\n| | {base}, us | torch | shardwise | shardwise/torch |\n| --- | --- | --- | --- | --- |")
+    print(
+        f"\n### {title}\n\n| | {base}, us | torch | shardwise | shardwise/torch |\n| --- | --- | --- | --- | --- |"
+    )
     columns: list[list[float]] = [[], [], []]
     out: dict[str, Any] = {}
     for name, got in rows.items():
@@ -138,7 +144,9 @@ def table(title: str, rows: dict[str, dict[str, list[float]]], base: str = "loca
         cells = ["-" if f is None else f"{f:.2f}" for f in figures]
         print(f"| {name} | {statistics.median(got[base]):.1f} | {' | '.join(cells)} |")
         out[name] = figures
-    means = [math.exp(statistics.fmean(map(math.log, c))) if c else float("nan") for c in columns]
+    means = [
+        math.exp(statistics.fmean(map(math.log, c))) if c else float("nan") for c in columns
+    ]
     print(f"| **geometric mean** | | {' | '.join(f'**{m:.2f}**' for m in means)} |")
     return out | {"geometric mean": means}
 
@@ -173,14 +181,20 @@ def ops(reps: int) -> dict[str, Any]:
     """Warm calls on tiny tensors in layouts that need no communication."""
     out = {}
     for title, grad in (("forward", False), ("forward + backward", True)):
-        sides = {name: (lib, make_inputs(lib, grad)) for name, lib in {"local": None, **LIBS}.items()}
+        sides = {
+            name: (lib, make_inputs(lib, grad)) for name, lib in {"local": None, **LIBS}.items()
+        }
         rows = {}
         for op, (names, fn) in OPS.items():
             fns = {}
             for side, (lib, inputs) in sides.items():
                 args = [inputs[n] for n in names.split()]
                 try:
-                    fns[side] = forward_backward(lib, fn, args) if grad else lambda fn=fn, args=args: fn(*args)
+                    fns[side] = (
+                        forward_backward(lib, fn, args)
+                        if grad
+                        else lambda fn=fn, args=args: fn(*args)
+                    )
                 except Exception as error:
                     print(f"({op} in {side}: {type(error).__name__})")
             rows[op] = interleave(fns, reps)
@@ -193,7 +207,10 @@ def cold(reps: int) -> dict[str, Any]:
     rows: dict[str, dict[str, list[float]]] = {}
     for op, fn in COLD.items():
         rows[op] = {"local": [], "torch": [], "shardwise": []}
-        weights = {name: wrap(lib, torch.randn(16, 16), "R") for name, lib in {"local": None, **LIBS}.items()}
+        weights = {
+            name: wrap(lib, torch.randn(16, 16), "R")
+            for name, lib in {"local": None, **LIBS}.items()
+        }
         for t in range(3, 3 + 2 * reps):
             for name, lib in list({"local": None, **LIBS}.items())[:: 1 if t % 2 else -1]:
                 x = wrap(lib, torch.randn(2, t, 16), "S0")
@@ -212,12 +229,17 @@ class Block(torch.nn.Module):
         self.n1, self.n2 = torch.nn.LayerNorm(d), torch.nn.LayerNorm(d)
         self.q, self.k, self.v = (torch.nn.Linear(d, d // share, bias=False) for _ in range(3))
         self.o = torch.nn.Linear(d // share, d, bias=False)
-        self.up, self.down = torch.nn.Linear(d, 4 * d // share), torch.nn.Linear(4 * d // share, d)
+        self.up, self.down = (
+            torch.nn.Linear(d, 4 * d // share),
+            torch.nn.Linear(4 * d // share, d),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.n1(x)
         b, t = x.shape[0], x.shape[1]
-        q, k, v = (f(y).view(b, t, -1, self.head).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(y).view(b, t, -1, self.head).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         a = (q @ k.transpose(-1, -2) * self.head**-0.5).softmax(-1) @ v
         x = x + self.o(a.transpose(1, 2).reshape(b, t, -1))
         return x + self.down(F.gelu(self.up(self.n2(x))))
@@ -240,7 +262,9 @@ def make_block(lib: Any, layout: str, d: int) -> torch.nn.Module:
     def part(prefix: str, module: torch.nn.Module, mesh: Any) -> None:
         for name, p in list(module.named_parameters(recurse=False)):
             spec = placements(lib, "R" if layout == "dp" else megatron(f"{prefix}.{name}"))
-            module.register_parameter(name, torch.nn.Parameter(lib.distribute_tensor(p.detach(), mesh, spec)))
+            module.register_parameter(
+                name, torch.nn.Parameter(lib.distribute_tensor(p.detach(), mesh, spec))
+            )
 
     return lib.distribute_module(Block(d, 8), MESHES[lib], part)
 
@@ -277,12 +301,21 @@ def adamw(reps: int) -> dict[str, Any]:
         for p in params:
             p.grad = wrap(lib, torch.randn(8, 64), "S0")
         fns[name] = torch.optim.AdamW(params, foreach=True).step
-    return table("AdamW(foreach=True).step, 50 parameters: ratio to local", {"step": interleave(fns, reps, 5e-3)})
+    return table(
+        "AdamW(foreach=True).step, 50 parameters: ratio to local",
+        {"step": interleave(fns, reps, 5e-3)},
+    )
 
 
 def redistribute(reps: int) -> dict[str, Any]:
     """A warm redistribute, torch and ours."""
-    cases = {"S0 -> R": ("S0", "R"), "R -> S0": ("R", "S0"), "S0 -> S1": ("S0", "S1"), "P -> R": ("P", "R"), "P -> S0": ("P", "S0")}
+    cases = {
+        "S0 -> R": ("S0", "R"),
+        "R -> S0": ("R", "S0"),
+        "S0 -> S1": ("S0", "S1"),
+        "P -> R": ("P", "R"),
+        "P -> S0": ("P", "S0"),
+    }
     rows = {}
     for title, (src, dst) in cases.items():
         shape = (8, 64) if src == "S0" else (64, 64)
@@ -292,16 +325,28 @@ def redistribute(reps: int) -> dict[str, Any]:
             x, to = wrap(lib, local, src), placements(lib, dst)
             fns[name] = lambda x=x, to=to, lib=lib: x.redistribute(MESHES[lib], to)
         rows[title] = interleave(fns, reps)
-    return table("warm redistribute of 64 x 64, mesh (8,): ratio to a local clone", rows, base="clone")
+    return table(
+        "warm redistribute of 64 x 64, mesh (8,): ratio to a local clone", rows, base="clone"
+    )
 
 
-TABLES = {"ops": ops, "cold": cold, "block": block, "adamw": adamw, "redistribute": redistribute}
+TABLES = {
+    "ops": ops,
+    "cold": cold,
+    "block": block,
+    "adamw": adamw,
+    "redistribute": redistribute,
+}
 
 
 def main() -> None:
     """Print the tables that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", default=list(TABLES), help=f"of {', '.join(TABLES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "tables", nargs="*", default=list(TABLES), help=f"of {', '.join(TABLES)}"
+    )
     parser.add_argument("--reps", type=int, default=21)
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
@@ -310,11 +355,21 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     for lib in LIBS.values():
         MESHES[lib] = lib.init_device_mesh("cpu", (WORLD,))
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread")
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread"
+    )
     figures = {name: TABLES[name](args.reps) for name in args.tables}
     if args.json:
         with open(args.json, "w") as f:
-            json.dump({"torch": torch.__version__, "machine": platform.processor(), "tables": figures}, f, indent=1)
+            json.dump(
+                {
+                    "torch": torch.__version__,
+                    "machine": platform.processor(),
+                    "tables": figures,
+                },
+                f,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

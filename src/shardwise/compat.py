@@ -60,7 +60,9 @@ def kernel_flags() -> tuple[Any, ...]:
 
 # Calls of torch.optim and torch.amp on lists of tensors.
 FOREACH: dict[str, Any] = {
-    name.removeprefix("_foreach_"): getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")
+    name.removeprefix("_foreach_"): getattr(torch, name)
+    for name in dir(torch)
+    if name.startswith("_foreach_")
 }
 FUSED_STEPS: tuple[Any, ...] = (
     torch._fused_adam_,
@@ -141,7 +143,9 @@ def on_apply(handler: Any) -> None:
 
 def sets_up_context(function: Any) -> bool:
     """Whether a custom Function has a ``setup_context`` of its own (its forward then takes no ctx)."""
-    return function.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
+    return (
+        function.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
+    )
 
 
 def backward_hook_core(cls: Any, replacement: Any = None) -> Any:
@@ -208,7 +212,13 @@ def hide_from_dynamo(package: str, *deep: Any) -> None:
 
 def _codes(members: Any) -> Any:
     for member in members:
-        for function in (member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset", "__wrapped__"))):
+        for function in (
+            member,
+            *(
+                getattr(member, name, None)
+                for name in ("__func__", "fget", "fset", "__wrapped__")
+            ),
+        ):
             if isinstance(function, types.FunctionType):
                 yield function.__code__
 
@@ -239,7 +249,10 @@ def on_jit_trace(check: Any) -> None:
 # Whether a tensor belongs to a running torch.func transform.
 is_functorch_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
-_INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+_INCLUDED, _EXCLUDED = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)
 
 
 class Door:

@@ -89,56 +89,88 @@ MeshError: a mesh of shape (3, 3) needs 9 ranks; the world has 4.
 
 
 def test_an_axis_that_does_not_exist() -> None:
-    assert_expected_inline(told(lambda rank: data("pp")), """\
+    assert_expected_inline(
+        told(lambda rank: data("pp")),
+        """\
 MeshError: the mesh has no axis "pp": DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).
   in     distribute_tensor(tensor: f32[4, 6] plain, device_mesh: (dp=2, tp=2) over ranks 0-3, placements: ('pp',))
-  at     train.py:31""")
-    assert_expected_inline(told(lambda rank: mesh()["pp"]), """MeshError: the mesh has no axis "pp": DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).""")
-    assert_expected_inline(told(lambda rank: mesh().get_group(2)), """MeshError: axis 2 is out of range for a mesh with 2 axes: DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).""")
+  at     train.py:31""",
+    )
     assert_expected_inline(
-        told(lambda rank: data().redistribute(placements=(None, "pp"))), """\
+        told(lambda rank: mesh()["pp"]),
+        """MeshError: the mesh has no axis "pp": DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).""",
+    )
+    assert_expected_inline(
+        told(lambda rank: mesh().get_group(2)),
+        """MeshError: axis 2 is out of range for a mesh with 2 axes: DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).""",
+    )
+    assert_expected_inline(
+        told(lambda rank: data().redistribute(placements=(None, "pp"))),
+        """\
 MeshError: the mesh has no axis "pp": DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).
   in     DTensor.redistribute(x: f32[4, 6] {dp: S(0), tp: S(1)}, placements: (None, 'pp'))
-  at     train.py:31"""
+  at     train.py:31""",
     )
 
 
 def test_more_placements_than_axes() -> None:
-    assert_expected_inline(told(lambda rank: data(R, R, Shard(0))), """\
+    assert_expected_inline(
+        told(lambda rank: data(R, R, Shard(0))),
+        """\
 LayoutError: 3 placements (R, R, S(0)) for a mesh with 2 axes: DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).
   in     distribute_tensor(tensor: f32[4, 6] plain, device_mesh: (dp=2, tp=2) over ranks 0-3, placements: (Replicate(), Replicate(), Shard(dim=0)))
-  at     train.py:31""")
+  at     train.py:31""",
+    )
 
 
 def test_a_dim_that_does_not_exist() -> None:
     assert_expected_inline(
-        told(lambda rank: data().redistribute(placements=[Shard(2)])), """\
+        told(lambda rank: data().redistribute(placements=[Shard(2)])),
+        """\
 LayoutError: Shard(dim=2) on a tensor with 2 dims (mesh axis dp).
   in     DTensor.redistribute(x: f32[4, 6] {dp: S(0), tp: S(1)}, placements: [Shard(dim=2)])
-  at     train.py:31"""
+  at     train.py:31""",
     )
-    assert_expected_inline(told(lambda rank: data().softmax(5)), """IndexError: Dimension out of range (expected to be in range of [-2, 1], but got 5)""")
-    assert_expected_inline(told(lambda rank: data().sum(2)), """IndexError: Dimension out of range (expected to be in range of [-2, 1], but got 2)""")
-    assert_expected_inline(told(lambda rank: data().cumsum(-3)), """IndexError: Dimension out of range (expected to be in range of [-2, 1], but got -3)""")
+    assert_expected_inline(
+        told(lambda rank: data().softmax(5)),
+        """IndexError: Dimension out of range (expected to be in range of [-2, 1], but got 5)""",
+    )
+    assert_expected_inline(
+        told(lambda rank: data().sum(2)),
+        """IndexError: Dimension out of range (expected to be in range of [-2, 1], but got 2)""",
+    )
+    assert_expected_inline(
+        told(lambda rank: data().cumsum(-3)),
+        """IndexError: Dimension out of range (expected to be in range of [-2, 1], but got -3)""",
+    )
 
 
 def test_an_unknown_reduction() -> None:
-    assert_expected_inline(told(lambda rank: Partial("mean")), """LayoutError: Partial does not know 'mean'; it knows sum, avg, max, min, product.""")
+    assert_expected_inline(
+        told(lambda rank: Partial("mean")),
+        """LayoutError: Partial does not know 'mean'; it knows sum, avg, max, min, product.""",
+    )
 
 
 def test_reductions_that_do_not_commute() -> None:
-    assert_expected_inline(told(lambda rank: data(P, Partial("max"))), """\
+    assert_expected_inline(
+        told(lambda rank: data(P, Partial("max"))),
+        """\
 LayoutError: pending reductions of different kinds do not commute: [P, P(max)] has no one value.
   in     distribute_tensor(tensor: f32[4, 6] plain, device_mesh: (dp=2, tp=2) over ranks 0-3, placements: (Partial(sum), Partial(max)))
-  at     train.py:31""")
+  at     train.py:31""",
+    )
 
 
 def test_no_placements_at_all() -> None:
-    assert_expected_inline(told(lambda rank: data(0, 1)), """\
+    assert_expected_inline(
+        told(lambda rank: data(0, 1)),
+        """\
 LayoutError: not a placement: 0.
   in     distribute_tensor(tensor: f32[4, 6] plain, device_mesh: (dp=2, tp=2) over ranks 0-3, placements: (0, 1))
   at     train.py:31
-  try    - Shard(dim), Replicate() or Partial(op)""")
+  try    - Shard(dim), Replicate() or Partial(op)""",
+    )
     assert_expected_inline(
         told(lambda rank: data().redistribute(placements=torch.zeros(2))),
         """\
@@ -151,27 +183,32 @@ LayoutError: placements must be placements, a spec or a layout, not a Tensor.
 
 
 def test_meshes_that_cannot_be_combined() -> None:
-    assert_expected_inline(told(lambda rank: data() @ elsewhere()), """\
+    assert_expected_inline(
+        told(lambda rank: data() @ elsewhere()),
+        """\
 MeshError: the operands live on meshes that cannot be combined: DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3)) is no slice of DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).
   in     Tensor.matmul(f32[4, 6] {dp: S(0), tp: S(1)}, f32[6, 4] {pp: R})
   at     train.py:31
   mesh   DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3)
-         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""")
+         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""",
+    )
     assert_expected_inline(
-        told(lambda rank: torch.cat([data(), elsewhere((4, 6))], dim=1)), """\
+        told(lambda rank: torch.cat([data(), elsewhere((4, 6))], dim=1)),
+        """\
 MeshError: the operands live on meshes that cannot be combined: DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3)) is no slice of DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).
   in     torch.cat([f32[4, 6] {dp: S(0), tp: S(1)}, f32[4, 6] {pp: R}], dim: 1)
   at     train.py:31
   mesh   DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3)
-         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))"""
+         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""",
     )
     assert_expected_inline(
-        told(lambda rank: data().redistribute(elsewhere().device_mesh, [R])), """\
+        told(lambda rank: data().redistribute(elsewhere().device_mesh, [R])),
+        """\
 MeshError: a tensor on DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3) cannot be moved to DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3)), which does not contain it.
   in     DTensor.redistribute(x: f32[4, 6] {dp: S(0), tp: S(1)}, device_mesh: (pp=4) over ranks (1, 0, 2, 3), placements: [Replicate()])
   at     train.py:31
   mesh   DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3)
-         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))"""
+         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""",
     )
 
 
@@ -182,12 +219,15 @@ def test_the_module_that_was_called() -> None:
         distribute_module(made[1], elsewhere().device_mesh)
         return made
 
-    assert_expected_inline(told(lambda rank, made: made(data(Shard(0))), prepare=net), """\
+    assert_expected_inline(
+        told(lambda rank, made: made(data(Shard(0))), prepare=net),
+        """\
 MeshError: the operands live on meshes that cannot be combined: DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3)) is no slice of DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3).
   in     F.linear(f32[4, 6] {dp: S(0), tp: R}, f32[3, 6] {pp: R}, f32[3] {pp: R})
   at     train.py:31, module "1.1"
   mesh   DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3)
-         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""")
+         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""",
+    )
 
 
 # ---- local and plain tensors ------------------------------------------------------------------
@@ -203,10 +243,13 @@ def test_pieces_that_contradict_each_other() -> None:
         for text in (told_by_rank(pieces, rank) for rank in range(4))
     ]
     assert len(set(shown)) == 1
-    assert_expected_inline(shown[0], """\
+    assert_expected_inline(
+        shown[0],
+        """\
 LayoutError: the pieces contradict each other: rank 0 gave shape (1,); of a tensor of shape (4,) its piece would be (2,) (pieces are cut as torch.chunk cuts).
   in     DTensor.from_local(local: f32[*] plain, device_mesh: (dp=2, tp=2) over ranks 0-3, placements: [Shard(dim=0), Replicate()])
-  at     train.py:31""")
+  at     train.py:31""",
+    )
 
 
 def told_by_rank(fn: Callable[[int], Any], rank: int) -> str:
@@ -226,21 +269,27 @@ def test_replicas_that_differ() -> None:
     def replicas(rank: int) -> DTensor:
         return DTensor.from_local(torch.full((3,), float(rank)), mesh())
 
-    assert_expected_inline(told(replicas), """\
+    assert_expected_inline(
+        told(replicas),
+        """\
 LayoutError: rank 1 holds other values than rank 0, but the placements say that they are replicas.
   in     DTensor.from_local(local: f32[3] plain, device_mesh: (dp=2, tp=2) over ranks 0-3)
   at     train.py:31
   try    - Shard(dim) if the ranks hold different pieces, Partial() if they hold addends
-         - run_check=False, if the difference is meant""")
+         - run_check=False, if the difference is meant""",
+    )
 
 
 def test_plain_tensors_that_differ() -> None:
-    assert_expected_inline(told(lambda rank: data() + torch.full((6,), float(rank))), """\
+    assert_expected_inline(
+        told(lambda rank: data() + torch.full((6,), float(rank))),
+        """\
 LayoutError: add: tensor argument 1: a plain tensor next to a DTensor counts as replicated, but its values differ between ranks.
   in     Tensor.add(f32[4, 6] {dp: S(0), tp: S(1)}, f32[6] plain)
   at     train.py:31
   try    - DTensor.from_local(x, mesh, placements) if every rank has its own piece
-         - distribute_tensor(x, mesh) to take the first rank's values everywhere""")
+         - distribute_tensor(x, mesh) to take the first rank's values everywhere""",
+    )
 
 
 def test_plain_tensors_in_strict_mode() -> None:
@@ -248,12 +297,15 @@ def test_plain_tensors_in_strict_mode() -> None:
         with shardwise.strict():
             return data() + torch.ones(6)
 
-    assert_expected_inline(told(strictly), """\
+    assert_expected_inline(
+        told(strictly),
+        """\
 StrictError: add: argument 1 is a plain tensor next to a DTensor, which strict() forbids.
   in     Tensor.add(f32[4, 6] {dp: S(0), tp: S(1)}, f32[6] plain)
   at     train.py:31
   try    - distribute_tensor(x, mesh, placements) if every rank has the whole tensor
-         - DTensor.from_local(x, mesh, placements) if every rank has its own piece""")
+         - DTensor.from_local(x, mesh, placements) if every rank has its own piece""",
+    )
 
 
 def test_a_fallback_in_strict_mode() -> None:
@@ -261,19 +313,28 @@ def test_a_fallback_in_strict_mode() -> None:
         with shardwise.strict():
             return torch.linalg.inv(data(shape=(4, 4)))
 
-    assert_expected_inline(told(strictly), """\
+    assert_expected_inline(
+        told(strictly),
+        """\
 StrictError: linalg_inv: no rule for aten.linalg_inv_ex.default in this layout, and strict() forbids to gather.
   in     torch.linalg.inv(f32[4, 4] {dp: S(0), tp: S(1)})
   at     train.py:31
-  try    - redistribute the operand to Replicate() first, if the gather is meant""")
+  try    - redistribute the operand to Replicate() first, if the gather is meant""",
+    )
 
 
 # ---- shapes -----------------------------------------------------------------------------------
 
 
 def test_shapes_that_do_not_fit_although_the_pieces_would() -> None:
-    assert_expected_inline(told(lambda rank: data() @ data()), """RuntimeError: a and b must have same reduction dim, but got [4, 6] X [4, 6].""")
-    assert_expected_inline(told(lambda rank: data() + data(shape=(2, 6))), """RuntimeError: Attempting to broadcast a dimension of length 2 at -2! Mismatching argument at index 1 had (2, 6); but expected shape should be broadcastable to [4, 6]""")
+    assert_expected_inline(
+        told(lambda rank: data() @ data()),
+        """RuntimeError: a and b must have same reduction dim, but got [4, 6] X [4, 6].""",
+    )
+    assert_expected_inline(
+        told(lambda rank: data() + data(shape=(2, 6))),
+        """RuntimeError: Attempting to broadcast a dimension of length 2 at -2! Mismatching argument at index 1 had (2, 6); but expected shape should be broadcastable to [4, 6]""",
+    )
     assert_expected_inline(
         told(
             lambda rank: nn.functional.linear(
@@ -285,30 +346,39 @@ def test_shapes_that_do_not_fit_although_the_pieces_would() -> None:
 
 
 def test_results_that_cannot_be_kept_in_place() -> None:
-    assert_expected_inline(told(lambda rank: data(shape=(4, 1)).add_(data())), """RuntimeError: output with shape [4, 1] doesn't match the broadcast shape [4, 6]""")
     assert_expected_inline(
-        told(lambda rank: data(R, Shard(0)).long().mul_(data(Shard(0)))), """RuntimeError: result type torch.float32 can't be cast to the desired output type torch.int64"""
+        told(lambda rank: data(shape=(4, 1)).add_(data())),
+        """RuntimeError: output with shape [4, 1] doesn't match the broadcast shape [4, 6]""",
     )
-    assert_expected_inline(told(lambda rank: data().resize_(24)), """\
+    assert_expected_inline(
+        told(lambda rank: data(R, Shard(0)).long().mul_(data(Shard(0)))),
+        """RuntimeError: result type torch.float32 can't be cast to the desired output type torch.int64""",
+    )
+    assert_expected_inline(
+        told(lambda rank: data().resize_(24)),
+        """\
 UnsupportedError: resize_ works on storage, which a DTensor has in pieces.
   in     Tensor.resize_(f32[4, 6] {dp: S(0), tp: S(1)}, 24)
   at     train.py:31
-  try    - reshape, expand or slices, which return a new tensor""")
+  try    - reshape, expand or slices, which return a new tensor""",
+    )
 
 
 def test_out_that_cannot_hold_the_result() -> None:
     assert_expected_inline(
-        told(lambda rank: torch.add(data(), 1, out=torch.zeros(4, 6))), """\
+        told(lambda rank: torch.add(data(), 1, out=torch.zeros(4, 6))),
+        """\
 LayoutError: out= next to DTensors must be a DTensor.
   in     torch.add(f32[4, 6] {dp: S(0), tp: S(1)}, 1, out: f32[4, 6] plain)
   at     train.py:31
-  try    - out=shardwise.empty(shape, device_mesh=mesh)"""
+  try    - out=shardwise.empty(shape, device_mesh=mesh)""",
     )
     assert_expected_inline(
-        told(lambda rank: torch.add(data(), 1, out=data(shape=(2, 6)))), """\
+        told(lambda rank: torch.add(data(), 1, out=data(shape=(2, 6)))),
+        """\
 LayoutError: out= has shape (2, 6), the result (4, 6)
   in     torch.add(f32[4, 6] {dp: S(0), tp: S(1)}, 1, out: f32[2, 6] {dp: S(0), tp: S(1)})
-  at     train.py:31"""
+  at     train.py:31""",
     )
 
 
@@ -316,28 +386,40 @@ LayoutError: out= has shape (2, 6), the result (4, 6)
 
 
 def test_memory_in_pieces() -> None:
-    assert_expected_inline(told(lambda rank: data().data_ptr()), """\
+    assert_expected_inline(
+        told(lambda rank: data().data_ptr()),
+        """\
 AliasError: data_ptr() would be that of one piece.
   in     Tensor.data_ptr(self: f32[4, 6] {dp: S(0), tp: S(1)})
   at     train.py:31
-  try    - x.to_local().data_ptr(): this rank's piece""")
-    assert_expected_inline(told(lambda rank: data(P, R).numpy()), """\
+  try    - x.to_local().data_ptr(): this rank's piece""",
+    )
+    assert_expected_inline(
+        told(lambda rank: data(P, R).numpy()),
+        """\
 AliasError: numpy() would alias one piece.
   in     Tensor.numpy(self: f32[4, 6] {dp: P, tp: R})
   at     train.py:31
   try    - x.full_tensor().numpy(): the whole value
-         - x.to_local().numpy(): this rank's piece""")
-    assert_expected_inline(told(lambda rank: data().untyped_storage()), """\
+         - x.to_local().numpy(): this rank's piece""",
+    )
+    assert_expected_inline(
+        told(lambda rank: data().untyped_storage()),
+        """\
 UnsupportedError: the storage of f32[4, 6] {dp: S(0), tp: S(1)} is in pieces.
   in     Tensor.untyped_storage(f32[4, 6] {dp: S(0), tp: S(1)})
   at     train.py:31
   try    - x.to_local() for this rank's piece
-         - x.full_tensor() for the whole value""")
-    assert_expected_inline(told(lambda rank: data().apply_(abs)), """\
+         - x.full_tensor() for the whole value""",
+    )
+    assert_expected_inline(
+        told(lambda rank: data().apply_(abs)),
+        """\
 UnsupportedError: apply_ works on memory, which a DTensor has in pieces.
   in     Tensor.apply_(f32[4, 6] {dp: S(0), tp: S(1)}, abs)
   at     train.py:31
-  try    - x.to_local()""")
+  try    - x.to_local()""",
+    )
 
 
 def test_a_write_into_a_view_that_is_no_alias_is_never_lost() -> None:
@@ -379,11 +461,14 @@ def test_a_view_that_is_out_of_date() -> None:
         base.add_(1)
         return row
 
-    assert_expected_inline(told(lambda rank, row: row + 1, prepare=views), """\
+    assert_expected_inline(
+        told(lambda rank, row: row + 1, prepare=views),
+        """\
 AliasError: this view needed communication, so it is a copy, and its base has been written to since.
   in     Tensor.add(f32[6] {dp: P, tp: S(0)}, 1)
   at     train.py:31
-  try    - take the view again after the write""")
+  try    - take the view again after the write""",
+    )
 
 
 # ---- gradients --------------------------------------------------------------------------------
@@ -393,23 +478,35 @@ def test_gradients() -> None:
     def doubled() -> DTensor:
         return data().requires_grad_() * 2
 
-    assert_expected_inline(told(lambda rank: doubled().backward()), """\
+    assert_expected_inline(
+        told(lambda rank: doubled().backward()),
+        """\
 GradientError: grad can be implicitly created only for scalar outputs, not for shape (4, 6).
   in     torch.autograd.backward(tensors: [f32[4, 6] {dp: S(0), tp: S(1)}])
   at     train.py:31
   try    - reduce it first: x.sum().backward()
-         - pass a gradient of the same shape""")
-    assert_expected_inline(told(lambda rank: doubled().backward(data(shape=(2, 6)))), """\
+         - pass a gradient of the same shape""",
+    )
+    assert_expected_inline(
+        told(lambda rank: doubled().backward(data(shape=(2, 6)))),
+        """\
 LayoutError: a gradient of shape (2, 6) for a tensor of shape (4, 6)
   in     torch.autograd.backward(tensors: [f32[4, 6] {dp: S(0), tp: S(1)}], grad_tensors: f32[2, 6] {dp: S(0), tp: S(1)})
-  at     train.py:31""")
-    assert_expected_inline(told(lambda rank: doubled().backward(elsewhere((4, 6)))), """\
+  at     train.py:31""",
+    )
+    assert_expected_inline(
+        told(lambda rank: doubled().backward(elsewhere((4, 6)))),
+        """\
 MeshError: a layout on DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3)) cannot be read on DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3): it is no slice of it.
   in     torch.autograd.backward(tensors: [f32[4, 6] {dp: S(0), tp: S(1)}], grad_tensors: f32[4, 6] {pp: R})
   at     train.py:31
   mesh   DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3)
-         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""")
-    assert_expected_inline(told(lambda rank: data().sum().backward()), """RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn""")
+         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""",
+    )
+    assert_expected_inline(
+        told(lambda rank: data().sum().backward()),
+        """RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn""",
+    )
 
 
 def test_gradients_that_are_set() -> None:
@@ -420,26 +517,38 @@ def test_gradients_that_are_set() -> None:
 
         return on_rank
 
-    assert_expected_inline(told(assign(lambda: torch.zeros(4, 6))), """\
+    assert_expected_inline(
+        told(assign(lambda: torch.zeros(4, 6))),
+        """\
 LayoutError: the gradient of a DTensor must be a DTensor.
   in     Tensor.grad = value(self: f32[4, 6] {dp: S(0), tp: S(1)}, value: f32[4, 6] plain)
   at     train.py:31
-  try    - x.grad = distribute_tensor(g, x.device_mesh, x.layout)""")
-    assert_expected_inline(told(assign(lambda: data(shape=(2, 6)))), """\
+  try    - x.grad = distribute_tensor(g, x.device_mesh, x.layout)""",
+    )
+    assert_expected_inline(
+        told(assign(lambda: data(shape=(2, 6)))),
+        """\
 LayoutError: a gradient of shape (2, 6) for a tensor of shape (4, 6).
   in     Tensor.grad = value(self: f32[4, 6] {dp: S(0), tp: S(1)}, value: f32[2, 6] {dp: S(0), tp: S(1)})
-  at     train.py:31""")
+  at     train.py:31""",
+    )
 
 
 def test_an_in_place_call_on_a_leaf() -> None:
-    assert_expected_inline(told(lambda rank: data().requires_grad_().add_(1)), """RuntimeError: a leaf Variable that requires grad is being used in an in-place operation.""")
+    assert_expected_inline(
+        told(lambda rank: data().requires_grad_().add_(1)),
+        """RuntimeError: a leaf Variable that requires grad is being used in an in-place operation.""",
+    )
 
 
 def test_no_number() -> None:
-    assert_expected_inline(told(lambda rank: data().item()), """\
+    assert_expected_inline(
+        told(lambda rank: data().item()),
+        """\
 ShardError: item() of a tensor of shape (4, 6): only one element can be a number.
   in     Tensor.item(self: f32[4, 6] {dp: S(0), tp: S(1)})
-  at     train.py:31""")
+  at     train.py:31""",
+    )
 
 
 def test_every_error_is_of_the_tree_and_of_a_builtin_kind() -> None:

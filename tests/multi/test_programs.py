@@ -41,7 +41,9 @@ def same(got, want, tol=1e-12):
 
 
 def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 # ---- laying out ------------------------------------------------------------------------------
@@ -114,7 +116,9 @@ def check_uneven_and_empty(rank):
         x = distribute_tensor(t, line(), [placement]).requires_grad_()
         p = t.clone().requires_grad_()
         for a in (x, p):
-            (F.layer_norm(a, shape[1:]).exp() + a.softmax(0) * a.std() + a.amax()).sum().backward()
+            (
+                F.layer_norm(a, shape[1:]).exp() + a.softmax(0) * a.std() + a.amax()
+            ).sum().backward()
         same(x.grad, p.grad, 1e-10)
 
 
@@ -160,7 +164,12 @@ def plain(x):
 
 
 def check_two_linears_by_rows(rank):
-    for mesh, lay in ((line(), [S(0)]), (line(), [R]), (grid(), [S(0), R]), (grid(), [S(0), S(1)])):
+    for mesh, lay in (
+        (line(), [S(0)]),
+        (line(), [R]),
+        (grid(), [S(0), R]),
+        (grid(), [S(0), S(1)]),
+    ):
         want, model = two(), distribute_module(two(), mesh, cut_rows)
         assert model.net1.weight.placements[0] == S(0)
         expected = steps(want, torch.optim.SGD(want.parameters(), lr=0.1), plain)
@@ -228,7 +237,10 @@ def check_optimizers_and_clipping(rank):
         want, model = two(), distribute_module(two(), line(), cut_rows)
         expected = steps(want, make(want.parameters()), plain, clip=0.3)
         got = steps(
-            model, make(model.parameters()), lambda t: distribute_tensor(t, line(), [S(0)]), clip=0.3
+            model,
+            make(model.parameters()),
+            lambda t: distribute_tensor(t, line(), [S(0)]),
+            clip=0.3,
         )
         for g, w in zip((*got, *model.parameters()), (*expected, *want.parameters())):
             same(g, w, 1e-8), name
@@ -239,7 +251,9 @@ def check_no_sync(rank):
     for i in range(3):
         held = shardwise.no_sync() if i < 2 else contextlib.nullcontext()
         with held:
-            model(distribute_tensor(randn(7, 10, seed=i), line(), [S(0)])).pow(2).mean().backward()
+            model(distribute_tensor(randn(7, 10, seed=i), line(), [S(0)])).pow(
+                2
+            ).mean().backward()
         want(randn(7, 10, seed=i)).pow(2).mean().backward()
     for p, w in zip(model.parameters(), want.parameters()):
         assert p.grad.placements == (R,)
@@ -253,7 +267,12 @@ def check_dropout(rank):
     t = randn(13, 5)
     for stream in ("torch", "philox"):
         masks = []
-        for mesh, lay in ((line(), [S(0)]), (line(), [S(1)]), (line(), [R]), (grid(), [S(1), S(0)])):
+        for mesh, lay in (
+            (line(), [S(0)]),
+            (line(), [S(1)]),
+            (line(), [R]),
+            (grid(), [S(1), S(0)]),
+        ):
             torch.manual_seed(5)
             with shardwise.rng(like=stream):
                 masks.append(F.dropout(distribute_tensor(t, mesh, lay), 0.4).full_tensor())
@@ -291,10 +310,15 @@ def check_500_steps_with_sharded_parameters(rank):
     model, want = distribute_module(two().float(), line(), cut_rows), two().float()
     ours = torch.optim.SGD(model.parameters(), lr=0.01)
     theirs = torch.optim.SGD(want.parameters(), lr=0.01)
-    batches = [(randn(8, 10, seed=i).float(), randn(8, 4, seed=50 + i).float()) for i in range(5)]
+    batches = [
+        (randn(8, 10, seed=i).float(), randn(8, 4, seed=50 + i).float()) for i in range(5)
+    ]
     cut = [tuple(distribute_tensor(t, line(), [S(0)]) for t in batch) for batch in batches]
     for step in range(500):
-        for net, optimizer, (x, y) in ((model, ours, cut[step % 5]), (want, theirs, batches[step % 5])):
+        for net, optimizer, (x, y) in (
+            (model, ours, cut[step % 5]),
+            (want, theirs, batches[step % 5]),
+        ):
             optimizer.zero_grad()
             F.mse_loss(net(x), y).backward()
             optimizer.step()
@@ -412,7 +436,9 @@ def torchrun(text, folder):
     command = [sys.executable, "-W", "error::UserWarning", "-m", "torch.distributed.run"]
     command += ["--standalone", "--nproc-per-node=2", str(path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_torchrun_starts_the_world(tmp_path):
@@ -425,5 +451,7 @@ def test_an_error_on_one_rank_is_told_and_does_not_hang(tmp_path):
     start = time.monotonic()
     done = torchrun(FAILS, tmp_path)
     assert done.returncode != 0
-    assert "rank 1: IndexError: index out of range in self" in done.stdout, done.stdout + done.stderr
+    assert "rank 1: IndexError: index out of range in self" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert time.monotonic() - start < 60

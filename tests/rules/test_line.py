@@ -50,4 +50,6 @@ def test_an_op_without_a_rule_falls_to_the_ladder():
         return x.sum(1)
 
     row_sums.register_fake(lambda x: x.new_empty(x.shape[0]))
-    assert not sweep(torch.ops.shardwise_tests.row_sums.default, torch.randn(5, 4), grad=False, tol=1e-6)
+    assert not sweep(
+        torch.ops.shardwise_tests.row_sums.default, torch.randn(5, 4), grad=False, tol=1e-6
+    )

@@ -62,7 +62,12 @@ def test_without_the_check_nothing_is_sent():
             )
             e = DTensor.from_local(torch.full((2,), float(rank)), line(2), [R], run_check=False)
             f = DTensor.from_local(
-                torch.ones(2 - rank), line(2), [Shard(0)], run_check=False, shape=(3,), stride=(1,)
+                torch.ones(2 - rank),
+                line(2),
+                [Shard(0)],
+                run_check=False,
+                shape=(3,),
+                stride=(1,),
             )
         assert not log.events
         assert d.shape == (4,)

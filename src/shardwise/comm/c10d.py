@@ -295,11 +295,18 @@ class C10dTransport(Transport):
         self, x: Tensor, ranks: tuple[int, ...], op: str = "sum", *, tag: str = ""
     ) -> Handle:
         """Start an `all_reduce` in place, where the backend has the reduction."""
-        if len(ranks) > 1 and not observers() and x.is_contiguous() and (op, x.dtype) in ALLOWED:
+        if (
+            len(ranks) > 1
+            and not observers()
+            and x.is_contiguous()
+            and (op, x.dtype) in ALLOWED
+        ):
             group = self._groups.get(ranks) or self._group(ranks)
             if group.reduces(op, x):
                 x = x.detach()
-                return _Work("all_reduce", group.pg.allreduce([x], _ALL_REDUCE[op, False]), None, x)
+                return _Work(
+                    "all_reduce", group.pg.allreduce([x], _ALL_REDUCE[op, False]), None, x
+                )
         return super().all_reduce_owned_async(x, ranks, op, tag=tag)
 
     def _all_reduce(self, x: Tensor, ranks: tuple[int, ...], op: str, blocking: bool) -> Handle:

@@ -24,7 +24,10 @@ from shardwise.route.search import route
 
 Step = Callable[[Tensor], Tensor]
 
-_NEUTRAL = {"sum": 0, "product": 1}  # what a rank holds that adds nothing; any copy does for max and min
+_NEUTRAL = {
+    "sum": 0,
+    "product": 1,
+}  # what a rank holds that adds nothing; any copy does for max and min
 
 
 class Mover:
@@ -141,12 +144,17 @@ def _settle_then_move(how: Mover, x: Tensor) -> Tensor:
     src, dst, transport = how.src, how.dst, how.transport
     for op in {op for op in src.partial if op not in (None, "sum")}:
         if op not in ("max", "min"):
-            raise UnsupportedError(f"the gradient of a pending {op} is not defined here: reduce it under no_grad")
-        settled = src.with_placement(src.dims, tuple(None if o == op else o for o in src.partial))
+            raise UnsupportedError(
+                f"the gradient of a pending {op} is not defined here: reduce it under no_grad"
+            )
+        settled = src.with_placement(
+            src.dims, tuple(None if o == op else o for o in src.partial)
+        )
         ones = src.with_placement(src.dims, tuple("sum" if o == op else o for o in src.partial))
         whole = settled.dual()
         grads = whole.with_placement(
-            whole.dims, tuple(None if o == op else p for o, p in zip(src.partial, whole.partial))
+            whole.dims,
+            tuple(None if o == op else p for o, p in zip(src.partial, whole.partial)),
         )
         x = _extremum(  # pyright: ignore[reportAssignmentType]
             x,
@@ -174,7 +182,9 @@ def _row_major(src: Layout, dst: Layout) -> tuple[Layout, Layout, tuple[int, ...
 
     def permuted(layout: Layout) -> Layout:
         dims = tuple(layout.dims[d] for d in order)
-        return Layout(layout.mesh, dims, layout.partial, shape, contiguous_stride(shape), layout.dtype)
+        return Layout(
+            layout.mesh, dims, layout.partial, shape, contiguous_stride(shape), layout.dtype
+        )
 
     return permuted(src), permuted(dst), order
 
@@ -199,7 +209,9 @@ def _compile(move: Move, coord: tuple[int, ...], transport: Transport) -> Step:
             (mine, _), (whole, _) = move.dst.box(coord), move.src.box(coord)
             dim, size = move.dim, move.dst.box(coord)[1][move.dim]
             start = mine[dim] - whole[dim] if size else 0
-            return lambda x: x.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+            return lambda x: x.narrow(dim, start, size).clone(
+                memory_format=torch.contiguous_format
+            )
         case "pad":
             return _pad(move, coord)
         case "keep":
@@ -211,7 +223,9 @@ def _compile(move: Move, coord: tuple[int, ...], transport: Transport) -> Step:
             return _one_shot(move, coord, transport, ranks, peers, tag)
 
 
-def _pieces(whole: Layout, cut: Layout, dim: int, coord: Any, peers: Any) -> list[tuple[int, int]]:
+def _pieces(
+    whole: Layout, cut: Layout, dim: int, coord: Any, peers: Any
+) -> list[tuple[int, int]]:
     """Start (within this rank's piece of ``whole``) and size, along ``dim``, of every peer's piece of ``cut``."""
     base = whole.box(coord)[0][dim]
     out = []
@@ -221,7 +235,9 @@ def _pieces(whole: Layout, cut: Layout, dim: int, coord: Any, peers: Any) -> lis
     return out
 
 
-def _all_gather(move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str) -> Step:
+def _all_gather(
+    move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str
+) -> Step:
     dim, n = move.dim, len(ranks)
     sizes = [size for _, size in _pieces(move.dst, move.src, dim, coord, peers)]
     if len(set(sizes)) == 1:
@@ -230,7 +246,9 @@ def _all_gather(move: Move, coord: Any, transport: Transport, ranks: Any, peers:
 
         def even(x: Tensor) -> Tensor:
             got = transport.all_gather(x.contiguous(), ranks, tag=tag)
-            return got.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten may be a view
+            return (
+                got.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+            )  # flatten may be a view
 
         return even
     largest = max(sizes)
@@ -242,19 +260,25 @@ def _all_gather(move: Move, coord: Any, transport: Transport, ranks: Any, peers:
             padded.narrow(dim, 0, x.shape[dim]).copy_(x)
             x = padded
         got = transport.all_gather(x.contiguous(), ranks, tag=tag)
-        return torch.cat([got[i].narrow(dim, 0, sizes[i]) for i in range(n) if sizes[i]] or [got[0]], dim)
+        return torch.cat(
+            [got[i].narrow(dim, 0, sizes[i]) for i in range(n) if sizes[i]] or [got[0]], dim
+        )
 
     return uneven
 
 
-def _reduce_scatter(move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str) -> Step:
+def _reduce_scatter(
+    move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str
+) -> Step:
     dim, n, op = move.dim, len(ranks), move.op or "sum"
     pieces = _pieces(move.src, move.dst, dim, coord, peers)
     sizes = [size for _, size in pieces]
     mine = sizes[ranks.index(transport.rank)]
     if len(set(sizes)) == 1:
         if dim == 0:
-            return lambda x: transport.reduce_scatter(x.contiguous().unflatten(0, (n, mine)), ranks, op, tag=tag)
+            return lambda x: transport.reduce_scatter(
+                x.contiguous().unflatten(0, (n, mine)), ranks, op, tag=tag
+            )
 
         def even(x: Tensor) -> Tensor:
             parts = x.unflatten(dim, (n, mine)).movedim(dim, 0).contiguous()
@@ -269,7 +293,11 @@ def _reduce_scatter(move: Move, coord: Any, transport: Transport, ranks: Any, pe
         for i, (start, size) in enumerate(pieces):
             if size:
                 parts[i].narrow(dim, 0, size).copy_(x.narrow(dim, start, size))
-        return transport.reduce_scatter(parts, ranks, op, tag=tag).narrow(dim, 0, mine).contiguous()
+        return (
+            transport.reduce_scatter(parts, ranks, op, tag=tag)
+            .narrow(dim, 0, mine)
+            .contiguous()
+        )
 
     return uneven
 
@@ -314,7 +342,9 @@ def _all_to_all(dims: tuple[int, int], transport: Transport, ranks: Any, tag: st
     return all_to_all
 
 
-def _one_shot(move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str) -> Step:
+def _one_shot(
+    move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str
+) -> Step:
     swapped = _swapped_dims(move)
     if swapped is not None:
         return _all_to_all(swapped, transport, ranks, tag)

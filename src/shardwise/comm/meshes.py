@@ -75,8 +75,12 @@ def as_mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if mesh is None:
-        return entered_mesh() or init_device_mesh(default_device_type(), (current().world_size,))
+        return entered_mesh() or init_device_mesh(
+            default_device_type(), (current().world_size,)
+        )
     if hasattr(mesh, "device_type") and hasattr(mesh, "mesh"):  # torch's DeviceMesh
         names = getattr(mesh, "mesh_dim_names", None)
         return Mesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
-    raise MeshError(f"not a device mesh: {mesh!r}.", tries=["init_device_mesh(device_type, shape)"])
+    raise MeshError(
+        f"not a device mesh: {mesh!r}.", tries=["init_device_mesh(device_type, shape)"]
+    )

@@ -230,7 +230,9 @@ class Transport(ABC):
                 )
             if len(ranks) == 1:
                 return _fresh(mine)
-            pieces = list(x)  # not made contiguous yet: that would be another whole copy at once
+            pieces = list(
+                x
+            )  # not made contiguous yet: that would be another whole copy at once
             odd = [piece.dtype for piece in pieces if piece.dtype != out_like.dtype]
             if odd:
                 raise CommError(f"scatter of {odd[0]} where {out_like.dtype} is expected.")

@@ -30,7 +30,10 @@ def nested(n: int, sizes: Sequence[int], coords: Sequence[int]) -> Range:
 
 
 def box(
-    shape: Sequence[int], dims: Sequence[tuple[int, ...]], mesh_shape: Sequence[int], coord: Sequence[int]
+    shape: Sequence[int],
+    dims: Sequence[tuple[int, ...]],
+    mesh_shape: Sequence[int],
+    coord: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of the piece at ``coord``; ``dims`` names the axes that cut each dim."""
     offsets, sizes = [], []

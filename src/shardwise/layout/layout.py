@@ -38,7 +38,17 @@ class Layout:
         dtype: The dtype.
     """
 
-    __slots__ = ("__weakref__", "_placements", "_relatives", "dims", "dtype", "mesh", "partial", "shape", "stride")
+    __slots__ = (
+        "__weakref__",
+        "_placements",
+        "_relatives",
+        "dims",
+        "dtype",
+        "mesh",
+        "partial",
+        "shape",
+        "stride",
+    )
 
     mesh: Mesh
     dims: Dims
@@ -48,10 +58,23 @@ class Layout:
     dtype: Any
 
     def __new__(
-        cls, mesh: Mesh, dims: Dims, partial: Partials, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any
+        cls,
+        mesh: Mesh,
+        dims: Dims,
+        partial: Partials,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: Any,
     ) -> Layout:
         """Return the one layout with these values."""
-        key = (id(mesh), dims, partial, shape, stride, dtype)  # meshes are never freed: ids are safe
+        key = (
+            id(mesh),
+            dims,
+            partial,
+            shape,
+            stride,
+            dtype,
+        )  # meshes are never freed: ids are safe
         found = _INTERNED.get(key)
         if found is not None:
             return found
@@ -110,7 +133,8 @@ class Layout:
         """One entry per tensor dim: None, an axis name, or several, major to minor."""
         name = self.mesh.axis_name
         return tuple(
-            None if not axes else name(axes[0]) if len(axes) == 1 else tuple(map(name, axes)) for axes in self.dims
+            None if not axes else name(axes[0]) if len(axes) == 1 else tuple(map(name, axes))
+            for axes in self.dims
         )
 
     # -- questions ---------------------------------------------------------------------------
@@ -180,7 +204,9 @@ class Layout:
         """The same tensor, placed otherwise."""
         return Layout(self.mesh, dims, partial, self.shape, self.stride, self.dtype)
 
-    def with_tensor(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> Layout:
+    def with_tensor(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any
+    ) -> Layout:
         """Another tensor, placed alike."""
         return Layout(self.mesh, self.dims, self.partial, shape, stride, dtype)
 
@@ -204,7 +230,8 @@ class Layout:
         if found is None:
             sharded = {a for axes in self.dims for a in axes}
             partial = tuple(
-                None if op is not None or a in sharded else "sum" for a, op in enumerate(self.partial)
+                None if op is not None or a in sharded else "sum"
+                for a, op in enumerate(self.partial)
             )
             found = self._relatives["dual"] = self.with_placement(self.dims, partial)
         return found
@@ -220,7 +247,9 @@ class Layout:
         axes = tuple(range(mesh.ndim)) if mesh == self.mesh else self.mesh.axes_in(mesh)
         if axes is None:
             from_, to = self.mesh, mesh
-            raise MeshError(f"a layout on {from_} cannot be read on {to}: it is no slice of it.")
+            raise MeshError(
+                f"a layout on {from_} cannot be read on {to}: it is no slice of it."
+            )
         partial: list[str | None] = [None] * mesh.ndim
         for a, op in zip(axes, self.partial):
             partial[a] = op
@@ -242,11 +271,19 @@ class Layout:
     def __str__(self) -> str:
         """Short typed form for messages: ``f32[8, 6] {dp: S(0), tp: R}``."""
         dtype = str(self.dtype).removeprefix("torch.")
-        for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        for long, short in (
+            ("bfloat", "bf"),
+            ("float", "f"),
+            ("uint", "u"),
+            ("int", "i"),
+            ("complex", "c"),
+        ):
             if dtype.startswith(long):
                 dtype = short + dtype.removeprefix(long)
                 break
-        where = ", ".join(f"{self.mesh.axis_name(a)}: {p}" for a, p in enumerate(self.placements))
+        where = ", ".join(
+            f"{self.mesh.axis_name(a)}: {p}" for a, p in enumerate(self.placements)
+        )
         return f"{dtype}{list(self.shape)} {{{where}}}"
 
     __repr__ = __str__
@@ -264,29 +301,40 @@ def parse(mesh: Mesh, placements: Any, ndim: int) -> tuple[Dims, Partials]:
         if placements.mesh is not mesh:
             placements = placements.on(mesh)
         if len(placements.dims) != ndim:
-            raise LayoutError(f"the layout {placements} is of {placements.ndim} dims, the tensor has {ndim}.")
+            raise LayoutError(
+                f"the layout {placements} is of {placements.ndim} dims, the tensor has {ndim}."
+            )
         return placements.dims, placements.partial
     if isinstance(placements, (Placement, str)):
         placements = (placements,)
     if not isinstance(placements, Sequence):
         kind = type(placements).__name__
-        raise LayoutError(f"placements must be placements, a spec or a layout, not a {kind}.", tries=["x.placements", "x.layout"])
+        raise LayoutError(
+            f"placements must be placements, a spec or a layout, not a {kind}.",
+            tries=["x.placements", "x.layout"],
+        )
     entries = tuple(placements)
     if entries and all(e is None or isinstance(e, (str, tuple, list)) for e in entries):
         return _parse_spec(mesh, entries, ndim)
     return _parse_placements(mesh, tuple(as_placement(p) for p in entries), ndim)
 
 
-def _parse_placements(mesh: Mesh, entries: tuple[Placement, ...], ndim: int) -> tuple[Dims, Partials]:
+def _parse_placements(
+    mesh: Mesh, entries: tuple[Placement, ...], ndim: int
+) -> tuple[Dims, Partials]:
     if len(entries) > mesh.ndim:
         said = ", ".join(map(str, entries))
-        raise LayoutError(f"{len(entries)} placements ({said}) for a mesh with {mesh.ndim} axes: {mesh}.")
+        raise LayoutError(
+            f"{len(entries)} placements ({said}) for a mesh with {mesh.ndim} axes: {mesh}."
+        )
     on_dim: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
     partial: list[str | None] = [None] * mesh.ndim
     for axis, p in enumerate(entries):
         if isinstance(p, Shard):
             if not -ndim <= p.dim < ndim:
-                raise LayoutError(f"{p!r} on a tensor with {ndim} dims (mesh axis {mesh.axis_name(axis)}).")
+                raise LayoutError(
+                    f"{p!r} on a tensor with {ndim} dims (mesh axis {mesh.axis_name(axis)})."
+                )
             dim = p.dim % ndim
             on_dim[dim].append((axis if p.order is None else p.order, axis))
         elif isinstance(p, Partial):
@@ -294,13 +342,17 @@ def _parse_placements(mesh: Mesh, entries: tuple[Placement, ...], ndim: int) -> 
     kinds = {"sum" if op == "avg" else op for op in partial if op is not None}
     if len(kinds) > 1:
         said = ", ".join(map(str, entries))
-        raise LayoutError(f"pending reductions of different kinds do not commute: [{said}] has no one value.")
+        raise LayoutError(
+            f"pending reductions of different kinds do not commute: [{said}] has no one value."
+        )
     return tuple(tuple(axis for _, axis in sorted(found)) for found in on_dim), tuple(partial)
 
 
 def _parse_spec(mesh: Mesh, entries: tuple[Any, ...], ndim: int) -> tuple[Dims, Partials]:
     if len(entries) > ndim:
-        raise LayoutError(f"a spec of {len(entries)} entries {entries} for a tensor with {ndim} dims.")
+        raise LayoutError(
+            f"a spec of {len(entries)} entries {entries} for a tensor with {ndim} dims."
+        )
     dims: list[tuple[int, ...]] = []
     for entry in entries:
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

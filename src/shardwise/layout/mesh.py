@@ -92,11 +92,15 @@ class Mesh:
         if found is not None:
             return found
         if math.prod(shape) != len(ranks):
-            raise MeshError(f"a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}")
+            raise MeshError(
+                f"a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}"
+            )
         if len(set(ranks)) != len(ranks):
             raise MeshError(f"a mesh must not repeat a rank: {ranks}")
         if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
-            raise MeshError(f"a mesh of shape {shape} needs {len(shape)} distinct axis names, got {names}")
+            raise MeshError(
+                f"a mesh of shape {shape} needs {len(shape)} distinct axis names, got {names}"
+            )
         self = object.__new__(cls)
         self.device_type, self.shape, self.ranks, self.names = device_type, shape, ranks, names
         strides = [1] * len(shape)
@@ -138,7 +142,9 @@ class Mesh:
                 raise MeshError(f'the mesh has no axis "{axis}": {self}.')
             return self.names.index(axis)
         if not -self.ndim <= axis < self.ndim:
-            raise MeshError(f"axis {axis} is out of range for a mesh with {self.ndim} axes: {self}.")
+            raise MeshError(
+                f"axis {axis} is out of range for a mesh with {self.ndim} axes: {self}."
+            )
         return axis % self.ndim if self.ndim else 0
 
     def axis_name(self, axis: int) -> str:
@@ -165,7 +171,9 @@ class Mesh:
             base = sum(c * s for c, s in zip(key[1], self.strides))
             places = itertools.product(*(range(self.shape[a]) for a in axes))
             steps = [self.strides[a] for a in axes]
-            found = tuple(self.ranks[base + sum(p * s for p, s in zip(at, steps))] for at in places)
+            found = tuple(
+                self.ranks[base + sum(p * s for p, s in zip(at, steps))] for at in places
+            )
             self._group_cache[key] = found
         return found
 
@@ -224,7 +232,9 @@ class Mesh:
     def flatten(self, name: str | None = None) -> Mesh:
         """The same ranks on one axis, row-major."""
         name = name if name is not None or self.names is None else "_".join(self.names)
-        return Mesh.of(self.device_type, (len(self.ranks),), self.ranks, None if name is None else (name,))
+        return Mesh.of(
+            self.device_type, (len(self.ranks),), self.ranks, None if name is None else (name,)
+        )
 
     _flatten = flatten  # torch's spelling
 
@@ -261,7 +271,11 @@ class Mesh:
             return True
         if not isinstance(other, Mesh):
             return NotImplemented
-        return (self.device_type, self.shape, self.ranks) == (other.device_type, other.shape, other.ranks)
+        return (self.device_type, self.shape, self.ranks) == (
+            other.device_type,
+            other.shape,
+            other.ranks,
+        )
 
     def __hash__(self) -> int:
         """Hash that ignores names, as equality does."""
@@ -284,7 +298,11 @@ class Mesh:
         axes = ", ".join(f"{self.axis_name(i)}={n}" for i, n in enumerate(self.shape))
         first, last = (self.ranks[0], self.ranks[-1]) if self.ranks else (0, -1)
         plain = self.ranks == tuple(range(first, last + 1))
-        ranks = (f"ranks {first}-{last}" if last > first else f"rank {first}") if plain else f"ranks {self.ranks}"
+        ranks = (
+            (f"ranks {first}-{last}" if last > first else f"rank {first}")
+            if plain
+            else f"ranks {self.ranks}"
+        )
         return f"DeviceMesh({self.device_type}: ({axes}) over {ranks})"
 
 
@@ -297,7 +315,9 @@ def join(meshes: Sequence[Mesh]) -> Mesh:
     largest = max(meshes, key=lambda m: (len(m.ranks), m.ndim))
     for m in meshes:
         if m is not largest and m != largest and m.axes_in(largest) is None:
-            raise MeshError(f"the operands live on meshes that cannot be combined: {m} is no slice of {largest}.")
+            raise MeshError(
+                f"the operands live on meshes that cannot be combined: {m} is no slice of {largest}."
+            )
     return largest
 
 

@@ -46,7 +46,11 @@ class Shard(Placement):
 
     def __repr__(self) -> str:
         """As one would write it."""
-        return f"Shard(dim={self.dim})" if self.order is None else f"Shard(dim={self.dim}, order={self.order})"
+        return (
+            f"Shard(dim={self.dim})"
+            if self.order is None
+            else f"Shard(dim={self.dim}, order={self.order})"
+        )
 
     def __str__(self) -> str:
         """Short form for messages."""
@@ -82,7 +86,9 @@ class Partial(Placement):
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            raise LayoutError(f"Partial does not know {self.reduce_op!r}; it knows {', '.join(REDUCE_OPS)}.")
+            raise LayoutError(
+                f"Partial does not know {self.reduce_op!r}; it knows {', '.join(REDUCE_OPS)}."
+            )
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Whether the pending reduction is of the given kind."""
@@ -112,4 +118,6 @@ def as_placement(p: object) -> Placement:
         return Replicate()
     if kind == "Partial":
         return Partial(str(p.reduce_op))  # pyright: ignore[reportAttributeAccessIssue]
-    raise LayoutError(f"not a placement: {p!r}.", tries=["Shard(dim), Replicate() or Partial(op)"])
+    raise LayoutError(
+        f"not a placement: {p!r}.", tries=["Shard(dim), Replicate() or Partial(op)"]
+    )

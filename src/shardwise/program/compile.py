@@ -80,7 +80,9 @@ class Program:
         self.dense = False
         self.wrap_many: Callable[[Any], Any] | None = None
 
-    def run(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run on local tensors; ``args`` and ``kwargs`` hold ``Slot``s for them."""
         moved = self._move(tensors)
         if self.template is not None:
@@ -89,7 +91,6 @@ class Program:
         if self.ctx is not None:
             return self.func(self.ctx, *args, **kwargs)
         return self.func(*args, **kwargs)
-
 
     def _move(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Move the operands; one that is passed twice moves once."""
@@ -174,7 +175,10 @@ def compile_rule(
     """
     try:
         rule = entry.rule(*fill(args, operands), **fill(kwargs, operands))
-    except (IndexError, TypeError):  # a form of the op that the rule does not know, or one that torch refuses
+    except (
+        IndexError,
+        TypeError,
+    ):  # a form of the op that the rule does not know, or one that torch refuses
         if entry.of_user:
             raise
         return None
@@ -184,13 +188,16 @@ def compile_rule(
     if choice is None or not _sizes_agree(rule, choice, operands):
         return None
     movers = tuple(
-        None if choice.ins[a] is a.layout else mover(a.layout, choice.ins[a], transport) for a in operands
+        None if choice.ins[a] is a.layout else mover(a.layout, choice.ins[a], transport)
+        for a in operands
     )
     layouts = _out_layouts(rule, choice, func, operands, args, kwargs, known)
     program = Program(func, movers)
     program.inplace, program.view = entry.inplace, rule.view
     use_local = choice.local and rule.local is not None
-    program.moved_view = rule.view and (movers[0] is not None or use_local)  # local programs of views copy
+    program.moved_view = rule.view and (
+        movers[0] is not None or use_local
+    )  # local programs of views copy
     if use_local or rule.localize is not None:
         mesh = operands[0].layout.mesh
         ctx = LocalContext(
@@ -220,12 +227,18 @@ def _sizes_agree(rule: Rule, choice: Choice, operands: Sequence[Arg]) -> bool:
     sizes: dict[str, int] = {}
     for arg in operands:
         for name, n in zip(rule.ins.get(arg, ()), arg.shape):
-            if name in choice.axes and name not in rule.divides and sizes.setdefault(name, n) != n:
+            if (
+                name in choice.axes
+                and name not in rule.divides
+                and sizes.setdefault(name, n) != n
+            ):
                 return False
     return True
 
 
-def _torch_refuses(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _torch_refuses(
+    func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Whether the call fails on meta tensors: then nothing may be sent for it.
 
     The lower rungs of the ladder judge it again, and raise what torch says about the whole tensors.
@@ -247,9 +260,13 @@ def _suits_hot_path(program: Program, args: tuple[Any, ...], kwargs: dict[str, A
             return False
         program.rest = program.template[0][1:]
     elif moves:
-        if kwargs or any(isinstance(a, (list, tuple)) and any(isinstance(x, Slot) for x in a) for a in args):
+        if kwargs or any(
+            isinstance(a, (list, tuple)) and any(isinstance(x, Slot) for x in a) for a in args
+        ):
             return False
-        program.arg_movers = tuple(program.movers[a.index] if isinstance(a, Slot) else None for a in args)
+        program.arg_movers = tuple(
+            program.movers[a.index] if isinstance(a, Slot) else None for a in args
+        )
     return True
 
 
@@ -257,8 +274,15 @@ def _one_tensor_first(template: tuple[Any, dict[str, Any]]) -> bool:
     """Whether the call is ``func(tensor, plain, plain, ...)``, by position."""
     args, kwargs = template
     rest = args[1:]
-    nested = any(isinstance(a, (list, tuple)) and any(isinstance(x, Slot) for x in a) for a in rest)
-    return not kwargs and isinstance(args[0], Slot) and not nested and not any(isinstance(a, Slot) for a in rest)
+    nested = any(
+        isinstance(a, (list, tuple)) and any(isinstance(x, Slot) for x in a) for a in rest
+    )
+    return (
+        not kwargs
+        and isinstance(args[0], Slot)
+        and not nested
+        and not any(isinstance(a, Slot) for a in rest)
+    )
 
 
 def _out_layouts(
@@ -272,7 +296,9 @@ def _out_layouts(
 ) -> list[Layout]:
     mesh, dtype = operands[0].layout.mesh, operands[0].layout.dtype
     if known is not None:
-        return [Layout(mesh, dims, partial, *of) for (dims, partial), of in zip(choice.outs, known)]
+        return [
+            Layout(mesh, dims, partial, *of) for (dims, partial), of in zip(choice.outs, known)
+        ]
     strides: list[tuple[int, ...] | None] = [None] * len(rule.outs)
     shapes = list(rule.out_shapes or _shapes(rule, operands))
     dense = all(a.layout.is_contiguous for a in operands if a.ndim > 1 or rule.view)
@@ -286,20 +312,32 @@ def _out_layouts(
             shapes = [tuple(t.shape) for t in got[: len(rule.outs)]]
             strides = [tuple(t.stride()) for t in got[: len(rule.outs)]]
         elif rule.view:
-            raise ShardError(f"{func} gave no result on meta tensors, so its result's strides are unknown")
+            raise ShardError(
+                f"{func} gave no result on meta tensors, so its result's strides are unknown"
+            )
         elif len(shapes[0]) == operands[0].ndim:
-            strides = [restride(s, operands[0].layout.stride) if len(s) == operands[0].ndim else None for s in shapes]
+            strides = [
+                restride(s, operands[0].layout.stride) if len(s) == operands[0].ndim else None
+                for s in shapes
+            ]
     out: list[Layout] = []
     for (dims, partial), shape, stride in zip(choice.outs, shapes, strides):
-        assert len(dims) == len(shape), f"the rule of {func} labels {len(dims)} dims of a result {shape}"
-        out.append(Layout(mesh, dims, partial, shape, stride or contiguous_stride(shape), dtype))
+        assert len(dims) == len(shape), (
+            f"the rule of {func} labels {len(dims)} dims of a result {shape}"
+        )
+        out.append(
+            Layout(mesh, dims, partial, shape, stride or contiguous_stride(shape), dtype)
+        )
     return out
 
 
 def _asked_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The memory format that a call asks for (channels last), or None."""
     for a in (*args, *kwargs.values()):
-        if isinstance(a, torch.memory_format) and a not in (torch.contiguous_format, torch.preserve_format):
+        if isinstance(a, torch.memory_format) and a not in (
+            torch.contiguous_format,
+            torch.preserve_format,
+        ):
             return a
     return None
 
@@ -309,9 +347,14 @@ def _shapes(rule: Rule, operands: Sequence[Arg]) -> list[tuple[int, ...]]:
     for arg in operands:
         for name, n in zip(rule.ins.get(arg, ()), arg.shape):
             sizes.setdefault(name, n)
-    alike = {rule.ins.get(a, ()): a.shape for a in reversed(operands)}  # dims that are whole share one label
+    alike = {
+        rule.ins.get(a, ()): a.shape for a in reversed(operands)
+    }  # dims that are whole share one label
     return [
-        alike[names] if WHOLE in names and names in alike else tuple(sizes[name] for name in names) for names in rule.outs
+        alike[names]
+        if WHOLE in names and names in alike
+        else tuple(sizes[name] for name in names)
+        for names in rule.outs
     ]
 
 
@@ -320,7 +363,8 @@ def _on_meta(
 ) -> list[Tensor] | None:
     """Results on meta tensors of the global shapes; None where the op has no meta form."""
     meta = [
-        torch.empty_strided(a.shape, a.layout.stride, dtype=a.dtype, device="meta") for a in operands
+        torch.empty_strided(a.shape, a.layout.stride, dtype=a.dtype, device="meta")
+        for a in operands
     ]
     try:
         with torch.no_grad():
@@ -328,6 +372,8 @@ def _on_meta(
     except NotImplementedError:
         return None
     except RuntimeError as error:
-        if "cannot be called on meta tensors" in str(error):  # it looks at values: nothing is known
+        if "cannot be called on meta tensors" in str(
+            error
+        ):  # it looks at values: nothing is known
             return None
         raise

@@ -97,11 +97,17 @@ def _left_pending(names: Labels, option: Option) -> str | None:
 def _pending(rule: Rule, arg: Arg, names: Labels, option: Option) -> str | None:
     if arg in option.pending:
         return "sum"
-    once = arg in rule.addends and option.out == "sum" and (option.factor is None or option.factor not in names)
+    once = (
+        arg in rule.addends
+        and option.out == "sum"
+        and (option.factor is None or option.factor not in names)
+    )
     return "sum" if once else None
 
 
-def _orders(rule: Rule, args: Sequence[Arg], options: Sequence[Option]) -> dict[str, tuple[int, ...]]:
+def _orders(
+    rule: Rule, args: Sequence[Arg], options: Sequence[Option]
+) -> dict[str, tuple[int, ...]]:
     """For each sharded factor its axes in order: as the operand with the most of them has it."""
     wanted: dict[str, list[int]] = {}
     for axis, option in enumerate(options):
@@ -118,7 +124,9 @@ def _orders(rule: Rule, args: Sequence[Arg], options: Sequence[Option]) -> dict[
     return out
 
 
-def _cheapest(rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int], pinned: Arg | None) -> Option:
+def _cheapest(
+    rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int], pinned: Arg | None
+) -> Option:
     best, best_cost = Option(), math.inf
     for option in _options(rule, args, axis, shards):
         if pinned is not None and _move_cost(rule, pinned, option, axis) > 0:
@@ -131,7 +139,9 @@ def _cheapest(rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int]
     return best
 
 
-def _options(rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int]) -> Iterator[Option]:
+def _options(
+    rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int]
+) -> Iterator[Option]:
     k = args[0].layout.mesh.shape[axis]
     seen: set[str] = set()
     for arg in args:
@@ -162,7 +172,11 @@ def _move_cost(rule: Rule, arg: Arg, option: Option, axis: int) -> float:
     names = rule.ins.get(arg, ())
     size = piece_numel(layout) * getattr(layout.dtype, "itemsize", 4)
     want_pending = _pending(rule, arg, names, option) is not None
-    want_dim = names.index(option.factor) if option.factor is not None and option.factor in names else None
+    want_dim = (
+        names.index(option.factor)
+        if option.factor is not None and option.factor in names
+        else None
+    )
     pending, dim = layout.partial[axis], layout.axis_dim(axis)
     if pending is not None:
         if want_pending and pending == "sum":

@@ -75,7 +75,9 @@ class _Lowering:
 
     def lower(self, node: Node) -> None:
         """Add the steps of one node."""
-        inputs = list(used(node.args) | used(node.kwargs))  # rules' local programs count them so
+        inputs = list(
+            used(node.args) | used(node.kwargs)
+        )  # rules' local programs count them so
         renumber = {v: i for i, v in enumerate(inputs)}
         args, kwargs = _renumbered(node.args, renumber), _renumbered(node.kwargs, renumber)
         operands = [Arg(i, self.layouts[v]) for i, v in enumerate(inputs)]
@@ -116,7 +118,10 @@ class _Lowering:
 
     def _whole(self, node: Node, operands: list[Arg]) -> tuple[Program, list[Layout]]:
         movers = tuple(
-            None if a.layout.is_replicated else mover(a.layout, a.layout.replicated(), self.transport) for a in operands
+            None
+            if a.layout.is_replicated
+            else mover(a.layout, a.layout.replicated(), self.transport)
+            for a in operands
         )
         # A check of what a kernel reports has no result: all ranks see all of it, so that all of them raise.
         if node.outs and any(m is not None and m.communicates for m in movers):
@@ -125,7 +130,9 @@ class _Lowering:
         return Program(node.op, movers), layouts
 
 
-def lower(graph: Graph, operands: Sequence[Arg], transport: Transport, name: str) -> GraphProgram:
+def lower(
+    graph: Graph, operands: Sequence[Arg], transport: Transport, name: str
+) -> GraphProgram:
     """Decide and lower all nodes of a traced call."""
     work = _Lowering(graph, operands, transport)
     for node in graph.nodes:

@@ -80,12 +80,18 @@ class _Recorder(TorchDispatchMode):
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return type(tree)(*map(self.slots, tree))
         if isinstance(tree, (tuple, list)) and type(tree) is not torch.Size:
-            return type(tree)(map(self.slots, tree)) if type(tree) in (tuple, list) else tuple(map(self.slots, tree))
+            return (
+                type(tree)(map(self.slots, tree))
+                if type(tree) in (tuple, list)
+                else tuple(map(self.slots, tree))
+            )
         if isinstance(tree, dict):
             return {k: self.slots(v) for k, v in tree.items()}
         return tree
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
             raise _UntraceableError(f"{func} writes or draws")
@@ -112,7 +118,9 @@ _ONE = RLock()  # a fake mode is for one thread at a time
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-def trace(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | None:
+def trace(
+    func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Graph | None:
     """Trace a call; ``args`` and ``kwargs`` hold slots for the operands. None if it is no graph."""
     graph = Graph()
     with _ONE, without_modes(), _quiet():
@@ -129,7 +137,9 @@ def trace(func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dic
                     result = func(*fill(args, fakes), **fill(kwargs, fakes))
             _refuse_aliases(result, fakes)
             graph.result = recorder.slots(result)
-        except Exception:  # no graph, or fake kernels refuse the call: torch judges it on the whole tensors
+        except (
+            Exception
+        ):  # no graph, or fake kernels refuse the call: torch judges it on the whole tensors
             return None
     _drop_dead(graph)
     return graph

@@ -58,7 +58,9 @@ def fold(move: Move) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...
     dims, partial = [list(d) for d in move.src.dims], list(move.src.partial)
     match move.kind:
         case "all_gather":
-            assert tuple(dims[move.dim][-len(move.axes) :]) == move.axes, "only the minor axes can be gathered"
+            assert tuple(dims[move.dim][-len(move.axes) :]) == move.axes, (
+                "only the minor axes can be gathered"
+            )
             del dims[move.dim][-len(move.axes) :]
         case "reduce_scatter":
             for a in move.axes:
@@ -72,7 +74,9 @@ def fold(move: Move) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...
         case "slice":
             dims[move.dim] += move.axes
         case "pad":
-            assert tuple(dims[move.dim][-len(move.axes) :]) == move.axes, "only the minor axes can be padded"
+            assert tuple(dims[move.dim][-len(move.axes) :]) == move.axes, (
+                "only the minor axes can be padded"
+            )
             del dims[move.dim][-len(move.axes) :]
             for a in move.axes:
                 partial[a] = "sum"

@@ -51,7 +51,9 @@ def route(src: Layout, dst: Layout) -> tuple[Move, ...]:
                 best[nxt], came[nxt] = total, (state, move)
                 heapq.heappush(queue, (total, next(ticket), nxt))
     if goal not in best:
-        raise LayoutError(f"no route from {src} to {dst}: a pending reduction cannot be made or exchanged so")
+        raise LayoutError(
+            f"no route from {src} to {dst}: a pending reduction cannot be made or exchanged so"
+        )
     moves: list[Move] = []
     state = goal
     while state != start:
@@ -110,7 +112,9 @@ def _gathers(cur: Layout, dst: Layout) -> Iterator[Move]:
             continue
         for m in range(1, len(axes) + 1):
             kept = axes[: len(axes) - m]
-            yield Move("all_gather", cur, _to(cur, dim, kept, cur.partial), axes[len(axes) - m :], dim)
+            yield Move(
+                "all_gather", cur, _to(cur, dim, kept, cur.partial), axes[len(axes) - m :], dim
+            )
 
 
 def _reductions(cur: Layout, dst: Layout) -> Iterator[Move]:
@@ -119,7 +123,9 @@ def _reductions(cur: Layout, dst: Layout) -> Iterator[Move]:
         for m in range(1, len(open_) + 1):
             for axes in itertools.combinations(open_, m):
                 partial = tuple(None if a in axes else o for a, o in enumerate(cur.partial))
-                yield Move("all_reduce", cur, cur.with_placement(cur.dims, partial), axes, -1, op)
+                yield Move(
+                    "all_reduce", cur, cur.with_placement(cur.dims, partial), axes, -1, op
+                )
         for dim, (now, then) in enumerate(zip(cur.dims, dst.dims)):
             if then[: len(now)] != now:
                 continue
@@ -128,7 +134,9 @@ def _reductions(cur: Layout, dst: Layout) -> Iterator[Move]:
                 if any(cur.partial[a] != op for a in axes):
                     break
                 partial = tuple(None if a in axes else o for a, o in enumerate(cur.partial))
-                yield Move("reduce_scatter", cur, _to(cur, dim, now + axes, partial), axes, dim, op)
+                yield Move(
+                    "reduce_scatter", cur, _to(cur, dim, now + axes, partial), axes, dim, op
+                )
 
 
 def _local(cur: Layout, dst: Layout) -> Iterator[Move]:

@@ -65,7 +65,9 @@ def _class_loss(func: Any, *, of_logits: bool) -> None:
                 now.get("label_smoothing", 0.0),
             )
 
-        usual = of_logits and not probabilities and how == "mean" and weight is None and x.ndim == 2
+        usual = (
+            of_logits and not probabilities and how == "mean" and weight is None and x.ndim == 2
+        )
         if usual and not given.get("label_smoothing") and x.dtype not in HALVES:
             local = functools.partial(_usual, ignore, local)
         special = frozenset(labels[0]) if how == "mean" else frozenset(("c",))
@@ -80,7 +82,15 @@ def _class_loss(func: Any, *, of_logits: bool) -> None:
 _nll_and_count = direct_op(torch.ops.aten.nll_loss_forward.default)
 
 
-def _usual(ignore: int, other: LocalProgram, ctx: Any, x: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _usual(
+    ignore: int,
+    other: LocalProgram,
+    ctx: Any,
+    x: Tensor,
+    target: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """The mean over rows of (rows, classes), rows cut: the kernel's own count, one number exchanged."""
     if "c" in ctx.axes:
         return other(ctx, x, target, *args, **kwargs)

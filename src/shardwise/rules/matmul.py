@@ -11,10 +11,17 @@ from shardwise.rules.notation import Arg, Labels, Rule, aligned, line, numbered
 from shardwise.rules.registry import rule
 
 
-def contraction(ins: dict[Arg, Labels], out: Labels, factors: tuple[Arg, ...], addend: Arg | None = None) -> Rule:
+def contraction(
+    ins: dict[Arg, Labels], out: Labels, factors: tuple[Arg, ...], addend: Arg | None = None
+) -> Rule:
     """Linear in each factor alone; an addend is added once where the product is a pending sum."""
     pending = tuple(frozenset([f] if addend is None else [f, addend]) for f in factors)
-    return Rule(ins, (out,), linear=pending, addends=frozenset() if addend is None else frozenset([addend]))
+    return Rule(
+        ins,
+        (out,),
+        linear=pending,
+        addends=frozenset() if addend is None else frozenset([addend]),
+    )
 
 
 rule("mm", "aten.mm")(line("m k, k n -> m n", linear=True))
@@ -39,14 +46,21 @@ def matmul(input: Arg, other: Arg, *_: Any, **__: Any) -> Rule | None:
     }
     out = (*names, *left[:-1], *right[1:])
     shape = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
-    shape = (*shape, *(input.shape[-2:-1] if input.ndim > 1 else ()), *(other.shape[-1:] if other.ndim > 1 else ()))
+    shape = (
+        *shape,
+        *(input.shape[-2:-1] if input.ndim > 1 else ()),
+        *(other.shape[-1:] if other.ndim > 1 else ()),
+    )
     made = contraction(ins, out, (input, other))
     return Rule(made.ins, made.outs, linear=made.linear, out_shapes=(tuple(shape),))
 
 
 def _batch(arg: Arg, names: Labels) -> Labels:
     count = max(arg.ndim - 2, 0)
-    return tuple("1" if n == 1 else name for n, name in zip(arg.shape[:count], names[len(names) - count :]))
+    return tuple(
+        "1" if n == 1 else name
+        for n, name in zip(arg.shape[:count], names[len(names) - count :])
+    )
 
 
 @rule("linear", "aten.linear")
@@ -62,35 +76,57 @@ def linear(input: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
 
 
 def _scaled_addend(
-    scales: tuple[Any, Any], addend: Arg, ins: dict[Arg, Labels], out: Labels, factors: tuple[Arg, ...]
+    scales: tuple[Any, Any],
+    addend: Arg,
+    ins: dict[Arg, Labels],
+    out: Labels,
+    factors: tuple[Arg, ...],
 ) -> Rule | None:
-    if not addend.dtype.is_floating_point and not addend.dtype.is_complex and any(type(s) is float for s in scales):
+    if (
+        not addend.dtype.is_floating_point
+        and not addend.dtype.is_complex
+        and any(type(s) is float for s in scales)
+    ):
         return None  # whether torch cuts the fraction off or raises depends on the sizes
     ins = {addend: aligned(addend, out), **ins}
     made = contraction(ins, out, factors, addend)
     sizes = {name: n for a in factors for name, n in zip(ins[a], a.shape)}
     return Rule(
-        ins, (out,), linear=made.linear, addends=made.addends, out_shapes=(tuple(sizes[name] for name in out),)
+        ins,
+        (out,),
+        linear=made.linear,
+        addends=made.addends,
+        out_shapes=(tuple(sizes[name] for name in out),),
     )
 
 
 @rule("addmm", "aten.addmm")
-def addmm(input: Arg, mat1: Arg, mat2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule | None:
+def addmm(
+    input: Arg, mat1: Arg, mat2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any
+) -> Rule | None:
     """``m n, m k, k n -> m n``."""
-    return _scaled_addend((beta, alpha), input, {mat1: ("m", "k"), mat2: ("k", "n")}, ("m", "n"), (mat1, mat2))
+    return _scaled_addend(
+        (beta, alpha), input, {mat1: ("m", "k"), mat2: ("k", "n")}, ("m", "n"), (mat1, mat2)
+    )
 
 
 @rule("baddbmm", "aten.baddbmm")
-def baddbmm(input: Arg, batch1: Arg, batch2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule | None:
+def baddbmm(
+    input: Arg, batch1: Arg, batch2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any
+) -> Rule | None:
     """``b m n, b m k, b k n -> b m n``."""
     ins = {batch1: ("b", "m", "k"), batch2: ("b", "k", "n")}
     return _scaled_addend((beta, alpha), input, ins, ("b", "m", "n"), (batch1, batch2))
 
 
 @rule("addmv", "aten.addmv")
-def addmv(input: Arg, mat: Arg, vec: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any) -> Rule | None:
+def addmv(
+    input: Arg, mat: Arg, vec: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any
+) -> Rule | None:
     """``m, m k, k -> m``."""
-    return _scaled_addend((beta, alpha), input, {mat: ("m", "k"), vec: ("k",)}, ("m",), (mat, vec))
+    return _scaled_addend(
+        (beta, alpha), input, {mat: ("m", "k"), vec: ("k",)}, ("m",), (mat, vec)
+    )
 
 
 @rule(torch.functional.einsum, torch.einsum)
@@ -104,7 +140,10 @@ def einsum(equation: Any, *operands: Any) -> Rule | None:
     terms = left.split(",")
     if len(terms) != len(operands):
         return None
-    rank = max((op.ndim - len(t.replace("...", "")) for t, op in zip(terms, operands) if "..." in t), default=0)
+    rank = max(
+        (op.ndim - len(t.replace("...", "")) for t, op in zip(terms, operands) if "..." in t),
+        default=0,
+    )
     dots = numbered("...", rank)
     ins: dict[Arg, Labels] = {}
     for term, op in zip(terms, operands):
@@ -126,12 +165,16 @@ def einsum(equation: Any, *operands: Any) -> Rule | None:
     for term, op in zip(terms, operands):
         before, has, after = term.partition("...")
         count = op.ndim - len(before) - len(after) if has else 0
-        for name, n in zip((*before, *(dots[len(dots) - count :] if has else ()), *after), op.shape):
+        for name, n in zip(
+            (*before, *(dots[len(dots) - count :] if has else ()), *after), op.shape
+        ):
             sizes[name] = max(sizes.get(name, 1), n) if n != 0 else 0
     shape = tuple(sizes[name] for name in out)
     linear = tuple(frozenset([op]) for op in operands)
     summed = frozenset(name for names in ins.values() for name in names) - {*out, "1"}
-    return Rule(ins, (out,), special=summed, linear=linear, local=_einsum_pieces, out_shapes=(shape,))
+    return Rule(
+        ins, (out,), special=summed, linear=linear, local=_einsum_pieces, out_shapes=(shape,)
+    )
 
 
 def _einsum_pieces(ctx: Any, equation: Any, *operands: Any) -> Tensor:
@@ -142,6 +185,9 @@ def _einsum_pieces(ctx: Any, equation: Any, *operands: Any) -> Tensor:
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         operands = tuple(
-            [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in operands]
+            [
+                t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+                for t in operands
+            ]
         )
     return torch.einsum(equation, *operands)

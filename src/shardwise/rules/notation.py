@@ -67,8 +67,12 @@ class Arg:
         return str(self.layout)
 
 
-LocalProgram = Callable[..., Any]  # (ctx, *args, **kwargs) with local tensors for tensor arguments
-Localize = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]  # (ctx, *args, **kwargs) -> (args, kwargs)
+LocalProgram = Callable[
+    ..., Any
+]  # (ctx, *args, **kwargs) with local tensors for tensor arguments
+Localize = Callable[
+    ..., tuple[tuple[Any, ...], dict[str, Any]]
+]  # (ctx, *args, **kwargs) -> (args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,10 @@ def aligned(arg: Arg, names: Labels, shape: tuple[int, ...] | None = None) -> La
     tail = names[len(names) - arg.ndim :]
     if shape is not None:
         sizes = shape[len(shape) - arg.ndim :]
-        return tuple(ONE if n == 1 and size != 1 else name for n, name, size in zip(arg.shape, tail, sizes))
+        return tuple(
+            ONE if n == 1 and size != 1 else name
+            for n, name, size in zip(arg.shape, tail, sizes)
+        )
     return tuple(ONE if n == 1 else name for n, name in zip(arg.shape, tail))
 
 

@@ -45,7 +45,18 @@ _OPERATORS = (
 # A value decides what is computed: keyed by value. (The rest passes floats at run time.)
 _KEYED = ("nan_to_num", "fake_quantize_per_tensor_affine", "mvlgamma", "polygamma")
 # Wrongly caught by the tag: results are random, or of another shape.
-_NOT = frozenset(("bernoulli", "normal", "dropout", "native_dropout", "rand_like", "randn_like", "randint_like", "copy"))
+_NOT = frozenset(
+    (
+        "bernoulli",
+        "normal",
+        "dropout",
+        "native_dropout",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "copy",
+    )
+)
 
 
 def tensor_operands(*trees: Any) -> list[Arg]:
@@ -61,7 +72,9 @@ def tensor_operands(*trees: Any) -> list[Arg]:
     return out
 
 
-def elementwise(operands: list[Arg], linear: tuple[frozenset[Arg], ...] = (), results: int = 1) -> Rule:
+def elementwise(
+    operands: list[Arg], linear: tuple[frozenset[Arg], ...] = (), results: int = 1
+) -> Rule:
     """The rule of an op that broadcasts its operands and works element by element."""
     shape = tuple(torch.broadcast_shapes(*(a.shape for a in operands)))
     names = numbered("d", len(shape))
@@ -93,7 +106,9 @@ def pointwise_product(a: Any, b: Any = None, *args: Any, **kwargs: Any) -> Rule:
     return elementwise(operands, linear)
 
 
-def pointwise_quotient(a: Any, b: Any = None, *args: Any, rounding_mode: str | None = None, **kwargs: Any) -> Rule:
+def pointwise_quotient(
+    a: Any, b: Any = None, *args: Any, rounding_mode: str | None = None, **kwargs: Any
+) -> Rule:
     """A quotient: linear in the dividend, unless it is rounded."""
     operands = tensor_operands(a, b, args, kwargs)
     linear = (frozenset([a]),) if isinstance(a, Arg) and rounding_mode is None else ()
@@ -109,9 +124,11 @@ def _cast(x: Arg, *args: Any, **kwargs: Any) -> Rule:
     dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
     others = tensor_operands(args, kwargs)
     dtypes += [a.dtype for a in others]
-    exact = all(d.is_floating_point or d.is_complex for d in dtypes) and x.dtype.is_floating_point
+    exact = (
+        all(d.is_floating_point or d.is_complex for d in dtypes) and x.dtype.is_floating_point
+    )
     names = numbered("d", x.ndim)
-    ins = {x: names} | {a: ("." ,) * a.ndim for a in others}
+    ins = {x: names} | {a: (".",) * a.ndim for a in others}
     return Rule(ins, (names,), linear=(frozenset([x]),) if exact else ())
 
 
@@ -125,7 +142,7 @@ def _copy_(x: Arg, src: Any, *args: Any, **kwargs: Any) -> Rule:
 
 def _fill_(x: Arg, value: Any) -> Rule:
     names = numbered("d", x.ndim)
-    return Rule({x: names} | {a: ("." ,) * a.ndim for a in tensor_operands(value)}, (names,))
+    return Rule({x: names} | {a: (".",) * a.ndim for a in tensor_operands(value)}, (names,))
 
 
 def _zero_(x: Arg) -> Rule:
@@ -135,7 +152,9 @@ def _zero_(x: Arg) -> Rule:
 def _elementwise(overload: Any) -> bool:
     """Whether ATen says so; its tag is also on ``equal``, which gives one bool."""
     returns = overload._schema.returns
-    return torch.Tag.pointwise in overload.tags and all(isinstance(r.type, torch.TensorType) for r in returns)
+    return torch.Tag.pointwise in overload.tags and all(
+        isinstance(r.type, torch.TensorType) for r in returns
+    )
 
 
 def _names() -> dict[str, Any]:
@@ -150,9 +169,17 @@ def _names() -> dict[str, Any]:
         if any(_elementwise(getattr(op, o)) for o in op.overloads() if not o.endswith("out")):
             names[packet] = pointwise
     names |= dict.fromkeys(_MORE, pointwise) | dict.fromkeys(_OPERATORS, pointwise)
-    names |= dict.fromkeys(_SUMS, pointwise_sum) | dict.fromkeys(_PRODUCTS[:2], pointwise_product)
-    names |= dict.fromkeys(_PRODUCTS[2:], pointwise_quotient) | dict.fromkeys(_LINEAR_UNARY, linear_unary)
-    names |= {"__mul__": pointwise_product, "__rmul__": pointwise_product, "__add__": pointwise_sum}
+    names |= dict.fromkeys(_SUMS, pointwise_sum) | dict.fromkeys(
+        _PRODUCTS[:2], pointwise_product
+    )
+    names |= dict.fromkeys(_PRODUCTS[2:], pointwise_quotient) | dict.fromkeys(
+        _LINEAR_UNARY, linear_unary
+    )
+    names |= {
+        "__mul__": pointwise_product,
+        "__rmul__": pointwise_product,
+        "__add__": pointwise_sum,
+    }
     names |= {"__sub__": pointwise_sum, "__radd__": pointwise_sum, "__rsub__": pointwise_sum}
     names |= {"__truediv__": pointwise_quotient, "__neg__": linear_unary, "frexp": two_results}
     names |= {"to": _cast, "type_as": _cast, "_to_copy": _cast, "type": _cast}

@@ -74,10 +74,16 @@ def _aten(name: str) -> list[Any]:
     packet_name, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None)
     assert packet is not None, f"aten has nothing called {name}"
-    return [getattr(packet, o) for o in ([overload] if overload else packet.overloads()) if not o.endswith("out")]
+    return [
+        getattr(packet, o)
+        for o in ([overload] if overload else packet.overloads())
+        if not o.endswith("out")
+    ]
 
 
-def rule(*targets: Any, lifts: bool = False, inplace: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+def rule(
+    *targets: Any, lifts: bool = False, inplace: bool = False
+) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule function for callables, or for names (see ``functions``)."""
 
     def register(fn: RuleFunction) -> RuleFunction:
@@ -91,7 +97,9 @@ def rule(*targets: Any, lifts: bool = False, inplace: bool = False) -> Callable[
     return register
 
 
-def register_rule(op: Any, fn: RuleFunction | str, *, lifts: bool = False, inplace: bool = False) -> None:
+def register_rule(
+    op: Any, fn: RuleFunction | str, *, lifts: bool = False, inplace: bool = False
+) -> None:
     """Register a user's rule for any callable, also for one that has a built-in rule.
 
     Register before the first call: programs that are compiled already keep the rule they were made by.

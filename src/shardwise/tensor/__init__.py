@@ -24,4 +24,7 @@ from shardwise.tensor import (  # noqa: F401  they register themselves
 )
 from shardwise.tensor.dtensor import DTensor
 
-hide_from_dynamo("shardwise", *(getattr(DTensor, name).__func__ for name in ("__torch_function__", "__torch_dispatch__")))
+hide_from_dynamo(
+    "shardwise",
+    *(getattr(DTensor, name).__func__ for name in ("__torch_function__", "__torch_dispatch__")),
+)

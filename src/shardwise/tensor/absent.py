@@ -52,7 +52,11 @@ class Absent:
 def _fake(a: Arg) -> Tensor:
     """Stands for an operand; requires grad as it does, so that the results tell what does."""
     fake = torch.empty_strided(
-        a.shape, a.layout.stride, dtype=a.dtype, device=a.device or "cpu", requires_grad=a.requires_grad
+        a.shape,
+        a.layout.stride,
+        dtype=a.dtype,
+        device=a.device or "cpu",
+        requires_grad=a.requires_grad,
     )
     return fake.clone() if a.requires_grad and not a.is_leaf else fake
 

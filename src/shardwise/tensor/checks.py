@@ -29,7 +29,9 @@ def checksum(t: Tensor) -> tuple[Any, ...]:
         return (*head, int((bits * (weight * 2654435761 % 1000003)).sum().item()))
 
 
-def check_equal_on_all_ranks(named: Sequence[tuple[str, Tensor]], mesh: Mesh, transport: Transport) -> None:
+def check_equal_on_all_ranks(
+    named: Sequence[tuple[str, Tensor]], mesh: Mesh, transport: Transport
+) -> None:
     """Compare plain tensors over a mesh; all ranks raise together if some differ.
 
     Raises:

@@ -21,7 +21,11 @@ from shardwise.tensor.explain import explained
 
 @explained("distribute_tensor", "tensor", "device_mesh", "placements", "src_data_rank")
 def distribute_tensor(
-    tensor: Tensor, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
+    tensor: Tensor,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    src_data_rank: int | None = 0,
 ) -> DTensor:
     """Lay a tensor out on a mesh. The caller's tensor is never written to.
 
@@ -45,7 +49,11 @@ def distribute_tensor(
         return tensor.redistribute(mesh, placements)
     requires_grad = tensor.requires_grad
     tensor = tensor.detach()
-    stride = boxes.restride(tuple(tensor.shape), tensor.stride()) if 0 not in tensor.stride() else None
+    stride = (
+        boxes.restride(tuple(tensor.shape), tensor.stride())
+        if 0 not in tensor.stride()
+        else None
+    )
     spec = local_spec(mesh, placements, tensor.shape, tensor.dtype, stride)
     local = _piece(tensor, spec, src_data_rank)
     out = wrap(local, spec)
@@ -59,15 +67,24 @@ def _piece(tensor: Tensor, spec: Spec, source: int | None) -> Tensor:
     if coord is None:
         return tensor.new_empty((0,) * tensor.ndim)
     if tensor.device.type == "meta" or source is None or len(mesh.ranks) == 1:
-        return _masked(_cut(tensor, layout, coord).clone(memory_format=torch.preserve_format), layout, coord)
+        return _masked(
+            _cut(tensor, layout, coord).clone(memory_format=torch.preserve_format),
+            layout,
+            coord,
+        )
     if not 0 <= source < len(mesh.ranks):
         raise LayoutError(
             f"src_data_rank {source} is not on a mesh of {len(mesh.ranks)} ranks.",
-            tries=["src_data_rank=0, the mesh's first rank", "src_data_rank=None: every rank cuts its own"],
+            tries=[
+                "src_data_rank=0, the mesh's first rank",
+                "src_data_rank=None: every rank cuts its own",
+            ],
         )
     src = mesh.ranks[source]
     shape = [spec.local_shape[d] for d in _memory_order(layout)]
-    like = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(shape)  # a shape, no memory
+    like = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(
+        shape
+    )  # a shape, no memory
     order = _memory_order(layout)
     if not layout.is_sharded:
         mine = tensor.permute(order)
@@ -92,7 +109,11 @@ def _memory_order(layout: Layout) -> list[int]:
 
 def _cut(tensor: Tensor, layout: Layout, coord: Any) -> Tensor:
     offsets, sizes = layout.box(coord)
-    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))] if tensor.ndim else tensor
+    return (
+        tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))]
+        if tensor.ndim
+        else tensor
+    )
 
 
 def _masked(local: Tensor, layout: Layout, coord: Any) -> Tensor:
@@ -137,7 +158,12 @@ def distribute_module(
     return module
 
 
-def _adopt(sub: nn.Module, before: dict[str, nn.Parameter], mesh: Mesh, swapped: dict[int, nn.Parameter]) -> None:
+def _adopt(
+    sub: nn.Module,
+    before: dict[str, nn.Parameter],
+    mesh: Mesh,
+    swapped: dict[int, nn.Parameter],
+) -> None:
     """Keep each parameter object, with the distributed one's contents; tied ones become one again."""
     recurrent = isinstance(sub, nn.RNNBase)
     if recurrent:

@@ -107,11 +107,18 @@ def from_local(
 ) -> DTensor:
     """See ``DTensor.from_local``."""
     if isinstance(local, DTensor):
-        raise LayoutError("from_local takes a local tensor, not a DTensor.", tries=["x.redistribute(mesh, placements)"])
+        raise LayoutError(
+            "from_local takes a local tensor, not a DTensor.",
+            tries=["x.redistribute(mesh, placements)"],
+        )
     transport = current()
     known: dict[Any, tuple[Spec, Mover | None]] = transport.state.setdefault("from_local", {})
     key = None
-    plain = isinstance(device_mesh, Mesh) and type(placements) in (list, tuple) and grad_placements is None
+    plain = (
+        isinstance(device_mesh, Mesh)
+        and type(placements) in (list, tuple)
+        and grad_placements is None
+    )
     if plain and stride is None and not (run_check and shape is None):
         asked = None if shape is None else tuple(shape)
         key = (id(device_mesh), *placements, asked, local.shape, local.stride(), local.dtype)
@@ -125,10 +132,14 @@ def from_local(
     coord = mesh.coordinate_of(transport.rank)
     if coord is None:
         whole = tuple(shape) if shape is not None else _taken_shape(local, dims, mesh)
-        layout = Layout(mesh, dims, _inside(partial), whole, boxes.contiguous_stride(whole), local.dtype)
+        layout = Layout(
+            mesh, dims, _inside(partial), whole, boxes.contiguous_stride(whole), local.dtype
+        )
         return wrap(local.new_empty((0,) * local.ndim), spec_of(layout, transport))
     if "avg" in partial and not (local.is_floating_point() or local.is_complex()):
-        raise LayoutError(f"an average of whole numbers ({local.dtype}) is pending, and may be none.")
+        raise LayoutError(
+            f"an average of whole numbers ({local.dtype}) is pending, and may be none."
+        )
     if 0 in local.stride() and local.numel() > 1:
         local = local.contiguous()
     order = tuple(local.stride())
@@ -208,7 +219,11 @@ def _agreed(
     sharded = {a for axes in dims for a in axes}
     replica = all(a in sharded or partial[a] is not None for a in range(mesh.ndim))
     everyone = transport.all_gather_object(
-        ((tuple(local.shape), tuple(local.stride())), str(local.dtype), None if replica else checksum(local)),
+        (
+            (tuple(local.shape), tuple(local.stride())),
+            str(local.dtype),
+            None if replica else checksum(local),
+        ),
         mesh.ranks,
     )
     strides, everyone = everyone[0][0][1], [(s[0], d, c) for s, d, c in everyone]
@@ -222,7 +237,11 @@ def _agreed(
     origin = (0,) * mesh.ndim
     for d, axes in enumerate(dims):
         if axes:
-            base = {c: s[0][d] for c, s in by_coord.items() if all(c[a] == 0 for a in range(mesh.ndim) if a not in axes)}
+            base = {
+                c: s[0][d]
+                for c, s in by_coord.items()
+                if all(c[a] == 0 for a in range(mesh.ndim) if a not in axes)
+            }
             whole[d] = sum(base.values())
         else:
             whole[d] = by_coord[origin][0][d]
@@ -235,7 +254,9 @@ def _agreed(
             )
     if not replica:
         for c, (_, _, total) in by_coord.items():
-            first = tuple(i if a in sharded or partial[a] is not None else 0 for a, i in enumerate(c))
+            first = tuple(
+                i if a in sharded or partial[a] is not None else 0 for a, i in enumerate(c)
+            )
             if by_coord[first][2] != total:
                 raise LayoutError(
                     f"rank {mesh.rank_at(c)} holds other values than rank {mesh.rank_at(first)}, but the "
@@ -252,7 +273,9 @@ def _agreed(
 def to_local(x: DTensor, grad_placements: Any) -> Tensor:
     """The differentiable part of ``DTensor.to_local``."""
     layout, transport = x._spec.layout, x._spec.transport
-    known: dict[Spec, tuple[Mover, tuple[int, ...]]] = transport.state.setdefault("to_local", {})
+    known: dict[Spec, tuple[Mover, tuple[int, ...]]] = transport.state.setdefault(
+        "to_local", {}
+    )
     if grad_placements is None and (found := known.get(x._spec)) is not None:
         back, axes = found
         guess = _Guess(layout, axes, transport) if axes else None
@@ -264,7 +287,9 @@ def to_local(x: DTensor, grad_placements: Any) -> Tensor:
     else:
         want = layout.with_placement(layout.dims, (None,) * layout.mesh.ndim)
         sharded = {a for axes in layout.dims for a in axes}
-        axes = tuple(a for a in range(layout.mesh.ndim) if a not in sharded and layout.mesh.shape[a] > 1)
+        axes = tuple(
+            a for a in range(layout.mesh.ndim) if a not in sharded and layout.mesh.shape[a] > 1
+        )
         if axes:
             guess = _Guess(layout, axes, transport)
     back = mover(want, layout.dual(), transport)
@@ -286,10 +311,14 @@ def redistribute(
 ) -> DTensor:
     """The first call of ``DTensor.redistribute`` for a layout pair."""
     src = x._spec.layout
-    mesh, dims, partial = resolve(src.mesh if device_mesh is None else device_mesh, placements, src.ndim)
+    mesh, dims, partial = resolve(
+        src.mesh if device_mesh is None else device_mesh, placements, src.ndim
+    )
     if mesh is not src.mesh:
         if mesh != src.mesh and src.mesh.axes_in(mesh) is None:
-            raise MeshError(f"a tensor on {src.mesh} cannot be moved to {mesh}, which does not contain it.")
+            raise MeshError(
+                f"a tensor on {src.mesh} cannot be moved to {mesh}, which does not contain it."
+            )
         src = src.on(mesh)
         x = wrap(onto(x, mesh), spec_of(src, x._spec.transport))
     if forward_dtype is not None and forward_dtype != src.dtype:
@@ -300,7 +329,11 @@ def redistribute(
     out = spec_of(dst, x._spec.transport)
     if key is not None and forward_dtype is None and backward_dtype is None:
         x._spec.programs[0][key] = (move, out)
-    if backward_dtype not in (None, src.dtype) and x._local.requires_grad and torch.is_grad_enabled():
+    if (
+        backward_dtype not in (None, src.dtype)
+        and x._local.requires_grad
+        and torch.is_grad_enabled()
+    ):
         local: Tensor = _castback(x._local, move, backward_dtype)  # pyright: ignore[reportAssignmentType]
     else:
         local = move(x._local)
@@ -334,7 +367,11 @@ def dense(layout: Layout) -> Layout:
     stride = boxes.restride(layout.shape, layout.stride)
     if 0 in layout.stride:
         stride = boxes.contiguous_stride(layout.shape)
-    return layout if stride == layout.stride else layout.with_tensor(layout.shape, stride, layout.dtype)
+    return (
+        layout
+        if stride == layout.stride
+        else layout.with_tensor(layout.shape, stride, layout.dtype)
+    )
 
 
 def local_spec(mesh: Mesh, placements: Any, shape: Any, dtype: Any, stride: Any = None) -> Spec:

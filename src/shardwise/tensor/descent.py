@@ -40,7 +40,10 @@ class Descent:
         """Run the call, compiling it first if need be."""
         flags = (
             torch.is_grad_enabled(),
-            tuple((t.requires_grad, not torch.is_grad_enabled() or t.is_leaf) for t in call.tensors),
+            tuple(
+                (t.requires_grad, not torch.is_grad_enabled() or t.is_leaf)
+                for t in call.tensors
+            ),
             is_autocast_enabled(),
             kernel_flags(),
             _numbers(args, kwargs) if self.entry is not None and self.entry.lifts else None,
@@ -59,7 +62,9 @@ class Descent:
             graph = trace(self.func, operands, call.tree, call.kwargs)
         if graph is None or not graph.nodes:
             return lambda call: run_whole(self.func, call.tensors, call.tree, call.kwargs)
-        program = lower(graph, operands, call.transport, getattr(self.func, "__name__", str(self.func)))
+        program = lower(
+            graph, operands, call.transport, getattr(self.func, "__name__", str(self.func))
+        )
         mesh = operands[0].layout.mesh
         checked: list[bool] = []
 

@@ -52,7 +52,9 @@ class Call:
 
     __slots__ = ("cacheable", "key", "kwargs", "mixed", "tensors", "transport", "tree")
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool) -> None:
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool
+    ) -> None:
         self.tensors: list[Tensor] = []
         self.key: list[Any] = [func]
         self.cacheable = True
@@ -64,7 +66,9 @@ class Call:
         first = next(t for t in self.tensors if isinstance(t, DTensor))
         self.transport = first._spec.transport
         mesh = first._spec.layout.mesh
-        self.mixed = any(not isinstance(t, DTensor) or t._spec.layout.mesh is not mesh for t in self.tensors)
+        self.mixed = any(
+            not isinstance(t, DTensor) or t._spec.layout.mesh is not mesh for t in self.tensors
+        )
 
     def _take(self, x: Any, lifts: bool) -> Any:
         kind = type(x)
@@ -81,13 +85,19 @@ class Call:
             return x
         if kind is tuple or kind is list or kind is torch.Size:
             key.append((kind, len(x)))
-            return kind([self._take(y, lifts) for y in x]) if kind is not torch.Size else x_size(self, x)
+            return (
+                kind([self._take(y, lifts) for y in x])
+                if kind is not torch.Size
+                else x_size(self, x)
+            )
         if isinstance(x, tuple):  # a named tuple
             key.append((kind, len(x)))
             return kind(*[self._take(y, lifts) for y in x])
         if kind is slice:
             key.append("slice")
-            return slice(self._take(x.start, lifts), self._take(x.stop, lifts), self._take(x.step, lifts))
+            return slice(
+                self._take(x.start, lifts), self._take(x.stop, lifts), self._take(x.step, lifts)
+            )
         if kind is dict:
             key.append(("dict", *x))
             return {k: self._take(v, lifts) for k, v in x.items()}
@@ -154,7 +164,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run(program, call, func, args, kwargs)
 
 
-def run(program: Any, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(
+    program: Any, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a program on a call's local tensors and wrap the results."""
     if not isinstance(program, Program):
         return program(call, args, kwargs)
@@ -184,14 +196,24 @@ def _check_fresh(t: Tensor) -> None:
 
 
 def _compile_and_run(
-    func: Any, entry: Any, call: Call, key: tuple[Any, ...], table: dict[Any, Any], args: Any, kwargs: Any
+    func: Any,
+    entry: Any,
+    call: Call,
+    key: tuple[Any, ...],
+    table: dict[Any, Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     name = getattr(func, "__name__", "")
     if writes(name):
         _refuse_write_to_copy(name, call)
         check_writable(func, call.tensors, call.tree, call.kwargs)
     operands = _operands(call, func)
-    made = compile_rule(entry, func, operands, call.tree, call.kwargs, call.transport) if entry is not None else None
+    made = (
+        compile_rule(entry, func, operands, call.tree, call.kwargs, call.transport)
+        if entry is not None
+        else None
+    )
     if operands[0].layout.mesh.coordinate_of(call.transport.rank) is None:
         absent = Absent(func, operands, made and made[1])
         if call.cacheable:
@@ -208,11 +230,15 @@ def _compile_and_run(
     return _descend(func, call, key, table, args, kwargs)
 
 
-def _descend(func: Any, call: Call, key: tuple[Any, ...], table: dict[Any, Any], args: Any, kwargs: Any) -> Any:
+def _descend(
+    func: Any, call: Call, key: tuple[Any, ...], table: dict[Any, Any], args: Any, kwargs: Any
+) -> Any:
     """No rule answered for the call itself: take the next rungs of the ladder."""
     pure = functional_form(func)
     if pure is not None and lookup(pure) is not None:
-        first = args[0].clone() if torch.is_grad_enabled() else args[0]  # what is saved must not change
+        first = (
+            args[0].clone() if torch.is_grad_enabled() else args[0]
+        )  # what is saved must not change
         return write_into(args[0], pure(first, *args[1:], **kwargs))
 
     descent = Descent(func, lookup(func), _operands)
@@ -230,18 +256,30 @@ def into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for target, value in zip(targets, values):
         if not isinstance(target, DTensor) or not isinstance(value, DTensor):
             raise LayoutError(
-                "out= next to DTensors must be a DTensor.", tries=["out=shardwise.empty(shape, device_mesh=mesh)"]
+                "out= next to DTensors must be a DTensor.",
+                tries=["out=shardwise.empty(shape, device_mesh=mesh)"],
             )
         if target.shape != value.shape:
-            raise LayoutError(f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}")
+            raise LayoutError(
+                f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}"
+            )
         if not torch.can_cast(value.dtype, target.dtype):
-            raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+            raise RuntimeError(
+                f"result type {value.dtype} can't be cast to the desired output type {target.dtype}"
+            )
         write_into(target, value)
     return out
 
 
 def _remember(
-    table: dict[Any, Any], key: tuple[Any, ...], program: Program, func: Any, call: Call, args: Any, kwargs: Any, entry: Any
+    table: dict[Any, Any],
+    key: tuple[Any, ...],
+    program: Program,
+    func: Any,
+    call: Call,
+    args: Any,
+    kwargs: Any,
+    entry: Any,
 ) -> None:
     if len(table) > MAX_PROGRAMS:
         table.clear()
@@ -261,7 +299,9 @@ def _shortcut(program: Program, args: Any, kwargs: Any) -> bool:
         return False
     if len(args) == 1:
         return program.rest is not None
-    return type(args[1]) is float and (program.rest is not None or program.arg_movers is not None)
+    return type(args[1]) is float and (
+        program.rest is not None or program.arg_movers is not None
+    )
 
 
 def _operands(call: Call, func: Any) -> list[Arg]:
@@ -269,7 +309,9 @@ def _operands(call: Call, func: Any) -> list[Arg]:
     mesh = join([t._spec.layout.mesh for t in call.tensors if isinstance(t, DTensor)])
     operands: list[Arg] = []
     plain: list[tuple[int, Tensor]] = []
-    grad = torch.is_grad_enabled()  # if not, leafness does not matter, and some views of leaves raise when asked
+    grad = (
+        torch.is_grad_enabled()
+    )  # if not, leafness does not matter, and some views of leaves raise when asked
     for i, t in enumerate(call.tensors):
         if isinstance(t, DTensor):
             layout = t._spec.layout
@@ -279,14 +321,23 @@ def _operands(call: Call, func: Any) -> list[Arg]:
             plain.append((i, t))
             layout = Layout.of(mesh, None, t.shape, t.stride(), t.dtype)
         operands.append(
-            Arg(i, layout, plain=not isinstance(t, DTensor), requires_grad=t.requires_grad, is_leaf=not grad or t.is_leaf, device=t.device)
+            Arg(
+                i,
+                layout,
+                plain=not isinstance(t, DTensor),
+                requires_grad=t.requires_grad,
+                is_leaf=not grad or t.is_leaf,
+                device=t.device,
+            )
         )
     if plain:
         _check_plain(func, plain, mesh, call.transport)
     return operands
 
 
-def _check_plain(func: Any, plain: list[tuple[int, Tensor]], mesh: Mesh, transport: Transport) -> None:
+def _check_plain(
+    func: Any, plain: list[tuple[int, Tensor]], mesh: Mesh, transport: Transport
+) -> None:
     name = getattr(func, "__name__", str(func))
     if strict_mode() and any(t.numel() > 1 for _, t in plain):
         i = next(i for i, t in plain if t.numel() > 1)
@@ -298,10 +349,14 @@ def _check_plain(func: Any, plain: list[tuple[int, Tensor]], mesh: Mesh, transpo
             ],
         )
     if mesh.coordinate_of(transport.rank) is not None:
-        check_equal_on_all_ranks([(f"{name}: tensor argument {i}", t) for i, t in plain], mesh, transport)
+        check_equal_on_all_ranks(
+            [(f"{name}: tensor argument {i}", t) for i, t in plain], mesh, transport
+        )
 
 
-def _settle_outs(program: Program, layouts: list[Layout], result: Any, transport: Transport) -> None:
+def _settle_outs(
+    program: Program, layouts: list[Layout], result: Any, transport: Transport
+) -> None:
     """Fix the results' specs: the dtype is that of the first local run; the shape must fit the box."""
     specs: list[Spec] = []
     for t, layout in zip(flat_results(result), layouts):
@@ -317,8 +372,14 @@ def _settle_outs(program: Program, layouts: list[Layout], result: Any, transport
         return
     if isinstance(result, Tensor):
         program.out = specs[0]
-        program.dense = specs[0].stride is None and not program.view and not result.is_contiguous()
-        if specs[0].stride is not None and not program.view and not agrees(result, specs[0].layout.stride):
+        program.dense = (
+            specs[0].stride is None and not program.view and not result.is_contiguous()
+        )
+        if (
+            specs[0].stride is not None
+            and not program.view
+            and not agrees(result, specs[0].layout.stride)
+        ):
             program.simple = False  # the slow path copies it into the order of the layout
     else:
         view = program.view
@@ -344,8 +405,13 @@ def _mark_copies(program: Program, result: Any, call: Call) -> None:
     mark = base.__dict__.get("_view_of")
     if mark is not None or program.moved_view:
         known = len(call.tensors) == 1 and not call.kwargs and isinstance(result, Tensor)
-        restore = restorer(call.key[0], base, call.tree[1:], tuple(result.shape)) if known else None
-        mark = (*(mark[:2] if mark is not None else (base._local, version(base._local))), restore)
+        restore = (
+            restorer(call.key[0], base, call.tree[1:], tuple(result.shape)) if known else None
+        )
+        mark = (
+            *(mark[:2] if mark is not None else (base._local, version(base._local))),
+            restore,
+        )
         copies: list[Any] = flat_results(result)
         for t in copies:
             t._view_of, t._spec = mark, guarded(t._spec)
@@ -377,7 +443,10 @@ def _refuse_write_to_copy(name: str, call: Call) -> None:
         raise AliasError(
             f"{name} would write into a view that needed communication: it is a copy, and the write "
             "would not reach its base.",
-            tries=["write into the base: x[index] = value", "clone() the view, if the base is to stay"],
+            tries=[
+                "write into the base: x[index] = value",
+                "clone() the view, if the base is to stay",
+            ],
         )
 
 

@@ -38,7 +38,9 @@ from shardwise.tensor.strides import in_order
 
 _NO_KWARGS: dict[str, Any] = {}
 _NO_KEY: Any = object()  # in no table
-LIFTED: set[Any] = set()  # functions whose float arguments are passed at run time: no part of the key
+LIFTED: set[Any] = (
+    set()
+)  # functions whose float arguments are passed at run time: no part of the key
 _SLOW: list[Callable[..., Any]] = []  # the slow path, and what adds the place to its errors
 
 
@@ -57,13 +59,21 @@ class DTensor(Protocol):
 
     _local: Tensor
     _spec: Spec
-    _view_of: Any  # set on a view that is a copy: its base, the base's version then, and the way back
-    _shown_grad: Any = None  # the wrapper last handed out for the local's .grad, so that it keeps its identity
+    _view_of: (
+        Any  # set on a view that is a copy: its base, the base's version then, and the way back
+    )
+    _shown_grad: Any = (
+        None  # the wrapper last handed out for the local's .grad, so that it keeps its identity
+    )
 
     # -- calls ---------------------------------------------------------------------------------
     @classmethod
     def __torch_function__(  # noqa: C901, PLR0912, PLR0915  the hot path: one function, so that a hit makes no call
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look one program up and run it on the locals; compile it the first time."""
         if not kwargs:
@@ -78,7 +88,9 @@ class DTensor(Protocol):
                         if program is not None:
                             if program.arg_movers is None:
                                 return _finish(program, program.target(a._local, b._local), a)
-                            return _finish(program, program.target(*_moved(program, a._local, b._local)), a)
+                            return _finish(
+                                program, program.target(*_moved(program, a._local, b._local)), a
+                            )
                     elif kind is float:
                         program = spec.fast.get((func, spec, float))
                         if program is not None:
@@ -86,7 +98,9 @@ class DTensor(Protocol):
                     elif kind is int:
                         program = spec.fast.get((func, spec, b))
                         if program is not None and program.arg_movers is None:
-                            return _finish(program, program.target(a._local, *(program.rest or (b,))), a)
+                            return _finish(
+                                program, program.target(a._local, *(program.rest or (b,))), a
+                            )
                     elif kind is tuple and func is _GETITEM:
                         program = spec.fast.get((func, spec, *map(_index_key, b)))
                         if program is not None and program.arg_movers is None:
@@ -98,26 +112,42 @@ class DTensor(Protocol):
                     spec = a._spec
                     program = spec.fast.get((func, spec, b, c))
                     if program is not None and program.arg_movers is None:
-                        return _finish(program, program.target(a._local, *(program.rest or (b, c))), a)
+                        return _finish(
+                            program, program.target(a._local, *(program.rest or (b, c))), a
+                        )
                 elif type(a) is DTensor and type(b) is DTensor:
                     spec = a._spec
                     if c is None:
                         program = spec.fast.get((func, spec, b._spec, None))
                         if program is not None:
                             if program.arg_movers is None:
-                                return _finish(program, program.target(a._local, b._local, None), a)
-                            return _finish(program, program.target(*_moved(program, a._local, b._local, None)), a)
+                                return _finish(
+                                    program, program.target(a._local, b._local, None), a
+                                )
+                            return _finish(
+                                program,
+                                program.target(*_moved(program, a._local, b._local, None)),
+                                a,
+                            )
                     elif type(c) is DTensor:
                         program = spec.fast.get((func, spec, b._spec, c._spec))
                         if program is not None:
                             if program.arg_movers is None:
-                                return _finish(program, program.target(a._local, b._local, c._local), a)
-                            return _finish(program, program.target(*_moved(program, a._local, b._local, c._local)), a)
+                                return _finish(
+                                    program, program.target(a._local, b._local, c._local), a
+                                )
+                            return _finish(
+                                program,
+                                program.target(*_moved(program, a._local, b._local, c._local)),
+                                a,
+                            )
             elif n == 1:
                 a = args[0]
                 if type(a) is DTensor:
                     spec = a._spec
-                    if func is _IS_COMPLEX:  # optimizers ask it of every parameter at every step
+                    if (
+                        func is _IS_COMPLEX
+                    ):  # optimizers ask it of every parameter at every step
                         return spec.dtype.is_complex
                     program = spec.fast.get((func, spec))
                     if program is not None:
@@ -157,7 +187,11 @@ class DTensor(Protocol):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """The door: calls that reach the dispatcher on the wrapper itself."""
         with Door():
@@ -217,13 +251,20 @@ class DTensor(Protocol):
         leaf = leaf_of(local)
         if leaf is not None:
             return _leaf_grad(leaf) if leaf.shown is None else leaf.shown
-        if local.requires_grad and not local.is_leaf and not local.retains_grad and "_asked_for" not in self.__dict__:
+        if (
+            local.requires_grad
+            and not local.is_leaf
+            and not local.retains_grad
+            and "_asked_for" not in self.__dict__
+        ):
             return None
         g = local.grad
         if g is None:
             return None
         shown = wrap_like(g, self._spec.layout.dual(), self._spec.transport)
-        if shown._local is not g:  # copied into the order of the layout: what is written to it must count
+        if (
+            shown._local is not g
+        ):  # copied into the order of the layout: what is written to it must count
             local.grad = shown._local
         self._shown_grad = shown
         return shown
@@ -249,7 +290,9 @@ class DTensor(Protocol):
                 tries=["x.grad = distribute_tensor(g, x.device_mesh, x.layout)"],
             )
         if value.shape != self.shape:
-            raise LayoutError(f"a gradient of shape {tuple(value.shape)} for a tensor of shape {tuple(self.shape)}.")
+            raise LayoutError(
+                f"a gradient of shape {tuple(value.shape)} for a tensor of shape {tuple(self.shape)}."
+            )
         want = self._spec.layout if leaf is not None else self._spec.layout.dual()
         local = place(value, want.dims, want.partial, self._spec.layout.mesh)
         if leaf is None:
@@ -259,7 +302,10 @@ class DTensor(Protocol):
         else:
             leaf.clear()
             leaf.grad = local
-            if value._spec.layout.dims == want.dims and value._spec.layout.partial == want.partial:
+            if (
+                value._spec.layout.dims == want.dims
+                and value._spec.layout.partial == want.partial
+            ):
                 leaf.shown = value
 
     @property
@@ -296,7 +342,11 @@ class DTensor(Protocol):
     def _become(self, local: Tensor, spec: Spec) -> None:
         """Change into another tensor in place, the C++ side of the wrapper included."""
         self._shown_grad = None
-        if spec.shape != self._spec.shape or spec.dtype != self._spec.dtype or spec.stride != self._spec.stride:
+        if (
+            spec.shape != self._spec.shape
+            or spec.dtype != self._spec.dtype
+            or spec.stride != self._spec.stride
+        ):
             with DisableTorchFunction():
                 TensorBase.data.__set__(self, wrap(local, spec))
         self._local, self._spec = local, spec
@@ -336,7 +386,9 @@ class DTensor(Protocol):
             LayoutError: The pieces contradict each other or the placements.
         """
         from_local = _CROSSINGS["from_local"]
-        return from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
+        return from_local(
+            local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
+        )
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's piece. Differentiable.
@@ -349,7 +401,9 @@ class DTensor(Protocol):
         local = self._local
         if not (local.requires_grad and torch.is_grad_enabled()):
             return alias(local)
-        if grad_placements is None and self._spec.dual is self._spec:  # cut on every axis: nothing to decide
+        if (
+            grad_placements is None and self._spec.dual is self._spec
+        ):  # cut on every axis: nothing to decide
             return alias(local)
         return _CROSSINGS["to_local"](self, grad_placements)
 
@@ -380,14 +434,24 @@ class DTensor(Protocol):
             LayoutError: The placements do not fit.
         """
         spec = self._spec
-        names = getattr(device_mesh, "mesh_dim_names", None)  # meshes that differ in names are equal
-        key = ("redistribute", spec, device_mesh, names, tuple(placements) if type(placements) is list else placements)
+        names = getattr(
+            device_mesh, "mesh_dim_names", None
+        )  # meshes that differ in names are equal
+        key = (
+            "redistribute",
+            spec,
+            device_mesh,
+            names,
+            tuple(placements) if type(placements) is list else placements,
+        )
         try:
             found = spec.programs[0].get(key)
         except TypeError:  # an unhashable spec
             key, found = None, None
         if found is None or forward_dtype is not None or backward_dtype is not None:
-            return _CROSSINGS["redistribute"](self, key, device_mesh, placements, forward_dtype, backward_dtype)
+            return _CROSSINGS["redistribute"](
+                self, key, device_mesh, placements, forward_dtype, backward_dtype
+            )
         move, out = found
         local = move(self._local)
         if local is self._local:
@@ -396,14 +460,24 @@ class DTensor(Protocol):
 
     # -- backward ----------------------------------------------------------------------------------
     def backward(
-        self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+        self,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
     ) -> None:
         """Compute gradients of the leaves; see ``torch.Tensor.backward``."""
         if gradient is None and inputs is None and self._spec.shape.numel() == 1:
             retain = create_graph if retain_graph is None else retain_graph
             local = self._local
             run_backward(
-                (local,), (seed(self._spec, local),), retain, create_graph, (), allow_unreachable=True, accumulate_grad=True
+                (local,),
+                (seed(self._spec, local),),
+                retain,
+                create_graph,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
             )
             return
         torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
@@ -455,15 +529,20 @@ def _index_key(x: Any) -> Any:
     return (kind, x) if kind in _INDEX_KINDS else _NO_KEY
 
 
-
-
-def _one_tensor_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def _one_tensor_key(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
     """The key of a call on one tensor, its first argument, and flat plain arguments; None if it is no such call.
 
     All of it is C: the types tell 1, 1.0 and True apart, which hash alike.
     """
     kinds = tuple(map(type, args))
-    if not kinds or kinds[0] is not DTensor or kinds.count(DTensor) != 1 or not _NESTED.isdisjoint(kinds):
+    if (
+        not kinds
+        or kinds[0] is not DTensor
+        or kinds.count(DTensor) != 1
+        or not _NESTED.isdisjoint(kinds)
+    ):
         return None
     if not kwargs:
         if float in kinds and func in LIFTED:
@@ -471,7 +550,11 @@ def _one_tensor_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return func, args[0]._spec, kinds, args[1:]
     values = tuple(kwargs.values())
     more = tuple(map(type, values))
-    if DTensor in more or not _NESTED.isdisjoint(more) or ((float in kinds or float in more) and func in LIFTED):
+    if (
+        DTensor in more
+        or not _NESTED.isdisjoint(more)
+        or ((float in kinds or float in more) and func in LIFTED)
+    ):
         return None
     return func, args[0]._spec, kinds, args[1:], tuple(kwargs), more, values
 
@@ -543,7 +626,10 @@ def _flatten_kwargs(func: Any, kwargs: dict[str, Any], key: list[Any]) -> dict[s
     """Add keyword arguments to the key; returns them with local tensors."""
     kinds = tuple(map(type, kwargs.values()))
     if float in kinds and func in LIFTED:
-        key += [a._spec if type(a) is DTensor else None if type(a) is float else a for a in kwargs.values()]
+        key += [
+            a._spec if type(a) is DTensor else None if type(a) is float else a
+            for a in kwargs.values()
+        ]
     else:
         key += [a._spec if type(a) is DTensor else a for a in kwargs.values()]
     key.append(tuple(kwargs))
@@ -605,7 +691,12 @@ def fast_key(  # noqa: C901, PLR0912  one branch for each that the hot path has
     (LIFTED.add if lifts else LIFTED.discard)(func)
     if not kwargs and 1 <= len(args) <= 3 and all(type(a) is DTensor for a in args):
         return func, *[a._spec for a in args]
-    if not kwargs and len(args) == 3 and args[2] is None and type(args[0]) is type(args[1]) is DTensor:
+    if (
+        not kwargs
+        and len(args) == 3
+        and args[2] is None
+        and type(args[0]) is type(args[1]) is DTensor
+    ):
         return func, args[0]._spec, args[1]._spec, None
     if type(args[0]) is DTensor and not kwargs:
         if len(args) == 2 and type(args[1]) is int:
@@ -622,7 +713,12 @@ def fast_key(  # noqa: C901, PLR0912  one branch for each that the hot path has
             return func, args[0]._spec, name, value
     one = _one_tensor_key(func, args, kwargs)
     if one is not None:
-        return one if _hashable(one) and not any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values())) else None
+        return (
+            one
+            if _hashable(one)
+            and not any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values()))
+            else None
+        )
     key: list[Any] = [func]
     for a in args:
         if type(a) is DTensor:
@@ -644,7 +740,9 @@ def fast_key(  # noqa: C901, PLR0912  one branch for each that the hot path has
             key += plain
         else:
             _flatten_kwargs(func, kwargs, key)
-    if any(isinstance(k, Tensor) for k in key):  # plain tensors are told apart on the slow path only
+    if any(
+        isinstance(k, Tensor) for k in key
+    ):  # plain tensors are told apart on the slow path only
         return None
     return tuple(key) if _hashable(tuple(key)) else None
 
@@ -688,7 +786,9 @@ def _finish(program: Any, out: Any, a: DTensor) -> Any:
     if spec.plain:
         r = make_wrapper(DTensor, spec.shape, dtype=spec.dtype)
     else:
-        r = make_wrapper(DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=out.device)
+        r = make_wrapper(
+            DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=out.device
+        )
     if program.dense and not out.is_contiguous():
         out = out.contiguous()
     r._local, r._spec = out, spec
@@ -707,7 +807,9 @@ def alias(local: Tensor) -> Tensor:
 
 def wrap(local: Tensor, spec: Spec) -> DTensor:
     """A DTensor of a local piece."""
-    r = make_wrapper(DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=local.device)
+    r = make_wrapper(
+        DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=local.device
+    )
     r._local, r._spec = local, spec
     return r
 
@@ -740,7 +842,9 @@ def _leaf_grad(leaf: Leaf) -> Any:
         leaf.shown = wrap_like(leaf.grad, own, transport)
         leaf.grad = leaf.shown._local  # what is written to it must count
     else:
-        if leaf.grad is not None:  # reduced earlier, and more since: from now on a pending sum of both
+        if (
+            leaf.grad is not None
+        ):  # reduced earlier, and more since: from now on a pending sum of both
             leaf.pending = mover(own, dual, transport)(leaf.grad) + leaf.pending
         leaf.shown = wrap_like(leaf.pending, dual, transport)
         leaf.pending, leaf.grad = leaf.shown._local, None
@@ -752,7 +856,8 @@ def resolve(device_mesh: Any, placements: Any, ndim: int) -> tuple[Mesh, Any, An
     mesh = as_mesh(device_mesh)
     if isinstance(placements, DTensor):
         raise LayoutError(
-            "placements must be placements, a spec or a layout, not a DTensor.", tries=["x.placements", "x.layout"]
+            "placements must be placements, a spec or a layout, not a DTensor.",
+            tries=["x.placements", "x.layout"],
         )
     dims, partial = parse(mesh, placements, ndim)
     return mesh, dims, partial

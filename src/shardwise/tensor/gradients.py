@@ -71,18 +71,33 @@ class Leaf:
         waiting: The rank's leaves that wait for the end of a backward, by graph task.
     """
 
-    __slots__ = ("bucket", "dual", "grad", "hooks", "nbytes", "pending", "serial", "shown", "spec", "waiting")
+    __slots__ = (
+        "bucket",
+        "dual",
+        "grad",
+        "hooks",
+        "nbytes",
+        "pending",
+        "serial",
+        "shown",
+        "spec",
+        "waiting",
+    )
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.dual: Layout = spec.layout.dual()
         self.bucket = None if spec.layout.is_partial else _bucket(spec)
         self.nbytes = spec.local_shape.numel() * spec.dtype.itemsize
-        self.waiting: dict[int, list[Leaf]] = spec.transport.state.setdefault("pending_leaves", {})
+        self.waiting: dict[int, list[Leaf]] = spec.transport.state.setdefault(
+            "pending_leaves", {}
+        )
         self.serial = next(_SERIAL)
         self.grad: Tensor | None = None
         self.pending: Tensor | None = None
-        self.hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # weakly referenced by handles
+        self.hooks: OrderedDict[int, Callable[[], None]] = (
+            OrderedDict()
+        )  # weakly referenced by handles
         self.shown: Any = None
 
     def reduce(self, g: Tensor) -> Tensor:
@@ -161,7 +176,9 @@ def _bucket(spec: Spec) -> Bucket:
     assert spec.coord is not None, "ranks outside the mesh have no leaves"
     mesh = spec.layout.mesh
     axes = tuple(
-        a for a, op in enumerate(spec.layout.dual().partial) if op is not None and mesh.shape[a] > 1
+        a
+        for a, op in enumerate(spec.layout.dual().partial)
+        if op is not None and mesh.shape[a] > 1
     )
     key = (mesh.group_ranks(axes, spec.coord), "*".join(mesh.axis_name(a) for a in axes))
     known: dict[Any, Bucket] = spec.transport.state.setdefault("buckets", {})
@@ -223,9 +240,17 @@ def _start(part: list[Leaf]) -> tuple[list[Leaf], list[Tensor], Any]:
     ranks, tag = part[0].bucket.ranks, part[0].bucket.tag
     grads = [leaf.pending for leaf in part if leaf.pending is not None]
     if len(grads) == 1:  # the engine may still hold it: the transport must not write to it
-        return part, grads, part[0].spec.transport.all_reduce_async(grads[0], ranks, "sum", tag=tag)
+        return (
+            part,
+            grads,
+            part[0].spec.transport.all_reduce_async(grads[0], ranks, "sum", tag=tag),
+        )
     buffer = flatten_dense(grads)
-    return part, grads, part[0].spec.transport.all_reduce_owned_async(buffer, ranks, "sum", tag=tag)
+    return (
+        part,
+        grads,
+        part[0].spec.transport.all_reduce_owned_async(buffer, ranks, "sum", tag=tag),
+    )
 
 
 def _land(part: list[Leaf], grads: list[Tensor], reduced: Tensor) -> None:
@@ -244,5 +269,7 @@ def _land(part: list[Leaf], grads: list[Tensor], reduced: Tensor) -> None:
 def seed(spec: Spec, local: Tensor) -> Tensor:
     """The implicit gradient of a scalar, in its dual layout: one, on one rank where that is a sum."""
     partial = spec.layout.dual().partial
-    first = spec.coord is not None and not any(i for i, op in zip(spec.coord, partial) if op is not None)
+    first = spec.coord is not None and not any(
+        i for i, op in zip(spec.coord, partial) if op is not None
+    )
     return torch.ones_like(local) if first else torch.zeros_like(local)

@@ -60,13 +60,19 @@ def local_map(
         first = next((a for a in args if isinstance(a, DTensor)), None)
         if first is None:
             return func(*args, **kwargs)
-        mesh = resolve(device_mesh, None, 0)[0] if device_mesh is not None else first.device_mesh
+        mesh = (
+            resolve(device_mesh, None, 0)[0] if device_mesh is not None else first.device_mesh
+        )
         placed = [
-            _placed(i, a, _entry(in_placements, i), mesh, redistribute_inputs) if isinstance(a, DTensor) else a
+            _placed(i, a, _entry(in_placements, i), mesh, redistribute_inputs)
+            if isinstance(a, DTensor)
+            else a
             for i, a in enumerate(args)
         ]
         locals_ = [
-            _enter(a, _entry(in_grad_placements, i), in_grad_placements is not None) if isinstance(a, DTensor) else a
+            _enter(a, _entry(in_grad_placements, i), in_grad_placements is not None)
+            if isinstance(a, DTensor)
+            else a
             for i, a in enumerate(placed)
         ]
         result = func(*locals_, **kwargs)
@@ -105,13 +111,24 @@ def _enter(x: DTensor, grad_placements: Any, contract: bool) -> Tensor:
 
 
 def _leave(
-    result: Any, out_placements: Any, mesh: Mesh, shapes: dict[Any, Any], key: Any, contract: bool
+    result: Any,
+    out_placements: Any,
+    mesh: Mesh,
+    shapes: dict[Any, Any],
+    key: Any,
+    contract: bool,
 ) -> Any:
     many = isinstance(result, (tuple, list))
     results: Sequence[Any] = result if many else (result,)
-    placements = out_placements if many and _is_per_result(out_placements, len(results)) else (out_placements,) * len(results)
+    placements = (
+        out_placements
+        if many and _is_per_result(out_placements, len(results))
+        else (out_placements,) * len(results)
+    )
     if len(placements) != len(results):
-        raise LayoutError(f"local_map: {len(results)} results, out_placements has {len(placements)} entries")
+        raise LayoutError(
+            f"local_map: {len(results)} results, out_placements has {len(placements)} entries"
+        )
     known = shapes.get(key)
     wrapped: list[Any] = []
     for i, (local, where) in enumerate(zip(results, placements)):
@@ -119,7 +136,9 @@ def _leave(
             wrapped.append(local)
             continue
         local = local if local.is_contiguous() else local.contiguous()
-        whole = None if known is None else known[i]  # not known: one small exchange of the pieces' shapes
+        whole = (
+            None if known is None else known[i]
+        )  # not known: one small exchange of the pieces' shapes
         if contract:
             wrapped.append(from_local(local, mesh, where, whole is None, whole, None, None))
             continue
@@ -131,6 +150,8 @@ def _leave(
 
 
 def _is_per_result(out_placements: Any, count: int) -> bool:
-    return isinstance(out_placements, tuple) and len(out_placements) == count and all(
-        p is None or isinstance(p, (list, tuple)) for p in out_placements
+    return (
+        isinstance(out_placements, tuple)
+        and len(out_placements) == count
+        and all(p is None or isinstance(p, (list, tuple)) for p in out_placements)
     )

@@ -123,9 +123,13 @@ class Protocol(torch.Tensor):
     def item(self) -> Any:
         """Value of a one-element tensor; reduces or gathers first, on all ranks."""
         if self._spec.shape.numel() != 1:
-            raise ShardError(f"item() of a tensor of shape {tuple(self.shape)}: only one element can be a number.")
+            raise ShardError(
+                f"item() of a tensor of shape {tuple(self.shape)}: only one element can be a number."
+            )
         if self._spec.coord is None:
-            raise MeshError(f"rank {self._spec.transport.rank} is not on {self.device_mesh}: it has no value to read.")
+            raise MeshError(
+                f"rank {self._spec.transport.rank} is not on {self.device_mesh}: it has no value to read."
+            )
         value: Any = self.detach()
         return value.full_tensor().item()
 
@@ -147,7 +151,9 @@ class Protocol(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         """The whole value as a numpy array."""
         if self._local.requires_grad:
-            raise GradientError("numpy would lose the gradient of this tensor.", tries=["x.detach()"])
+            raise GradientError(
+                "numpy would lose the gradient of this tensor.", tries=["x.detach()"]
+            )
         value: Any = self.detach()
         array = value.full_tensor().cpu().numpy()
         return array if dtype is None else array.astype(dtype)
@@ -162,7 +168,10 @@ class Protocol(torch.Tensor):
         if not self._spec.layout.is_replicated:
             raise AliasError(
                 "numpy() would alias one piece.",
-                tries=["x.full_tensor().numpy(): the whole value", "x.to_local().numpy(): this rank's piece"],
+                tries=[
+                    "x.full_tensor().numpy(): the whole value",
+                    "x.to_local().numpy(): this rank's piece",
+                ],
             )
         return self._local.numpy(force=force)
 
@@ -175,6 +184,7 @@ class Protocol(torch.Tensor):
         """
         if not self._spec.layout.is_replicated:
             raise AliasError(
-                "data_ptr() would be that of one piece.", tries=["x.to_local().data_ptr(): this rank's piece"]
+                "data_ptr() would be that of one piece.",
+                tries=["x.to_local().data_ptr(): this rank's piece"],
             )
         return self._local.data_ptr()

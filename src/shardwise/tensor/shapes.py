@@ -16,7 +16,10 @@ _NAMES = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"
 _OPS = [getattr(torch.ops.aten, name) for name in _NAMES]  # as they come through the dispatcher
 
 
-@override(*(getattr(_T, name) for name in _NAMES), *(getattr(op, o) for op in _OPS for o in op.overloads()))
+@override(
+    *(getattr(_T, name) for name in _NAMES),
+    *(getattr(op, o) for op in _OPS for o in op.overloads()),
+)
 def _reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, name = args[0], func.__name__.partition(".")[0]
     local = x._local

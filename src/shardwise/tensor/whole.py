@@ -24,7 +24,9 @@ from shardwise.tensor.casts import onto
 from shardwise.tensor.dtensor import DTensor, place, wrap
 
 
-def run_whole(func: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_whole(
+    func: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a call on whole operands."""
     mesh = join([t._spec.layout.mesh for t in tensors if isinstance(t, DTensor)])
     transport = next(t._spec.transport for t in tensors if isinstance(t, DTensor))
@@ -39,7 +41,9 @@ def run_whole(func: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwarg
             if move.communicates and strict_mode():
                 raise StrictError(
                     f"{name} has no rule for {layout}, and strict() forbids to gather it and run whole.",
-                    tries=["redistribute the operand to Replicate() first, if the gather is meant"],
+                    tries=[
+                        "redistribute the operand to Replicate() first, if the gather is meant"
+                    ],
                 )
             if move.communicates and observing():
                 emit(FallbackEvent(name, f"no rule for {layout}", user_site()))
@@ -70,19 +74,26 @@ def _rewrap(x: Any, wrapped: Callable[[Tensor], Tensor]) -> Any:
     return x
 
 
-def _wrap_whole(x: Tensor, tensors: Any, locals_: Any, moved: Any, mesh: Any, transport: Any) -> Tensor:
+def _wrap_whole(
+    x: Tensor, tensors: Any, locals_: Any, moved: Any, mesh: Any, transport: Any
+) -> Tensor:
     for t, local in zip(tensors, locals_):
         if x is local:
             return t
     if x.layout != torch.strided:
         raise UnsupportedError(
-            f"a result of layout {x.layout} cannot be a DTensor.", tries=["x.full_tensor(), and go on there"]
+            f"a result of layout {x.layout} cannot be a DTensor.",
+            tries=["x.full_tensor(), and go on there"],
         )
     layout = Layout.of(mesh, None, x.shape, x.stride(), x.dtype)
     out = wrap(x, spec_of(layout, transport))
     if x._base is not None:
         for t, local, fresh in zip(tensors, locals_, moved):
-            if fresh and isinstance(t, DTensor) and x.untyped_storage()._cdata == local.untyped_storage()._cdata:
+            if (
+                fresh
+                and isinstance(t, DTensor)
+                and x.untyped_storage()._cdata == local.untyped_storage()._cdata
+            ):
                 out._view_of = (t._local, version(t._local), None)
                 out._spec = guarded(out._spec)
     return out
@@ -94,7 +105,10 @@ def _write_back(name: str, target: DTensor, whole: Tensor) -> None:
         raise AliasError(
             f"{name} would write into a view that needed communication: it is a copy, and the write "
             "would not reach its base.",
-            tries=["write into the base: x[index] = value", "clone() the view, if the base is to stay"],
+            tries=[
+                "write into the base: x[index] = value",
+                "clone() the view, if the base is to stay",
+            ],
         )
     layout = target._spec.layout
     if tuple(whole.shape) != layout.shape:
@@ -112,7 +126,10 @@ def write_into(target: DTensor, value: DTensor) -> DTensor:
         raise AliasError(
             "this would write into a view that needed communication: it is a copy, and the write would not "
             "reach its base.",
-            tries=["write into the base: x[index] = value", "clone() the view, if the base is to stay"],
+            tries=[
+                "write into the base: x[index] = value",
+                "clone() the view, if the base is to stay",
+            ],
         )
     layout = target._spec.layout
     if value.shape != target.shape:
@@ -146,7 +163,9 @@ def check_writable(
             f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(value.shape)}"
         )
     if not torch.can_cast(value.dtype, target.dtype):
-        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+        raise RuntimeError(
+            f"result type {value.dtype} can't be cast to the desired output type {target.dtype}"
+        )
 
 
 _ANY_RESULT = frozenset(
@@ -162,10 +181,17 @@ def version(t: Tensor) -> int | None:
 
 def writes(name: str) -> bool:
     """Whether a call of this name writes into its first argument (asked where versions are not counted)."""
-    return name in ("__setitem__", *_IN_PLACE_OPERATORS) or (name.endswith("_") and not name.endswith("__"))
+    return name in ("__setitem__", *_IN_PLACE_OPERATORS) or (
+        name.endswith("_") and not name.endswith("__")
+    )
 
 
-_IN_PLACE_OPERATORS = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
+_IN_PLACE_OPERATORS = {
+    "__iadd__": "add",
+    "__isub__": "sub",
+    "__imul__": "mul",
+    "__itruediv__": "div",
+}
 
 
 def functional_form(func: Any) -> Any:

@@ -49,8 +49,22 @@ def restorer(
     """
     if func is _T.__getitem__:
         return lambda value: base.__setitem__(args[0], value)
+    name, ndim = getattr(func, "__name__", ""), base.ndim
+    if name == "select" and len(args) == 2:
+        at = (*(slice(None),) * (args[0] % ndim), args[1])
+        return lambda value: base.__setitem__(at, value)
+    if name == "narrow" and len(args) == 3 and type(args[1]) is int:
+        first = args[1] % max(base.shape[args[0]], 1)
+        span = (*(slice(None),) * (args[0] % ndim), slice(first, first + args[2]))
+        return lambda value: base.__setitem__(span, value)
+    if name == "diagonal":
+
+        def scatter(value: DTensor) -> None:
+            base.copy_(torch.diagonal_scatter(base, value, *args))
+
+        return scatter
     same_elements = math.prod(shape) == base.numel() and base._spec.layout.is_contiguous
-    if getattr(func, "__name__", "") in _RESHAPES and same_elements:
+    if name in _RESHAPES and same_elements:
 
         def restore(value: DTensor) -> None:
             base.copy_(value.reshape(base.shape))

@@ -77,7 +77,9 @@ def lay_out(t: Tensor, mesh: Any, placements: Sequence[Placement]) -> DTensor:
                 weights = [float(i + 1) for i in range(n - 1)]
                 weights.append(1.0 - sum(weights))
                 local = local * weights[coord[axis]]
-        x = DTensor.from_local(local, mesh, placements, run_check=False, shape=t.shape, stride=x.layout.stride)
+        x = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=t.shape, stride=x.layout.stride
+        )
     return x.detach()  # pyright: ignore[reportReturnType]
 
 
@@ -114,7 +116,9 @@ def check(
     state = torch.get_rng_state()
     want = _results(fn(*plain))
     torch.set_rng_state(state)
-    seeds = [torch.randn_like(w) if isinstance(w, Tensor) and w.requires_grad else None for w in want]
+    seeds = [
+        torch.randn_like(w) if isinstance(w, Tensor) and w.requires_grad else None for w in want
+    ]
     torch.set_rng_state(state)
     with_grad = [(w, s) for w, s in zip(want, seeds) if s is not None]
     if with_grad:
@@ -139,7 +143,9 @@ def check(
             return None
         if any(not g.requires_grad for g, _ in outs):
             return "a result that should require grad does not"
-        torch.autograd.backward([g for g, _ in outs], [distribute_tensor(s, mesh) for _, s in outs])
+        torch.autograd.backward(
+            [g for g, _ in outs], [distribute_tensor(s, mesh) for _, s in outs]
+        )
         for i, (a, p) in enumerate(zip(args, plain)):
             if p.grad is None:
                 if a.grad is not None and a.grad.full_tensor().abs().sum() != 0:
@@ -209,7 +215,9 @@ def sweep(
     return out
 
 
-def bytes_moved(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh_shape: tuple[int, ...], combo: Combo) -> int:
+def bytes_moved(
+    fn: Callable[..., Any], tensors: Sequence[Tensor], mesh_shape: tuple[int, ...], combo: Combo
+) -> int:
     """Bytes that the ranks receive in the forward call alone."""
 
     def on_rank() -> int:
