@@ -246,6 +246,19 @@ def on_jit_trace(check: Any) -> None:
     jit.trace_module = torch.jit.trace_module = checked_module
 
 
+def on_make_fx(check: Any) -> None:
+    """Let ``check(function or module, flat inputs)`` look before ``make_fx`` records."""
+    from torch.fx.experimental.proxy_tensor import _MakefxTracer
+
+    leaves, trace = torch.utils._pytree.tree_leaves, _MakefxTracer.trace
+
+    def checked(self: Any, f: Any, *args: Any) -> Any:
+        check(f, leaves(args))
+        return trace(self, f, *args)
+
+    _MakefxTracer.trace = checked
+
+
 # Whether a tensor belongs to a running torch.func transform.
 is_functorch_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
 

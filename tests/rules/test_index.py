@@ -248,14 +248,11 @@ def test_writes_into_rows_of_a_sharded_dim() -> None:
                 y[:3].mul_(2)
                 y[2] += 1
                 y[1][2:4] = 7.0
+                y.select(0, 1).add_(1)
+                y.narrow(0, 2, 1).mul_(3)
             assert torch.equal(x.full_tensor(), want)
-            for lost in (
-                lambda: x.select(0, 1).add_(1),
-                lambda: x.narrow(0, 2, 1).zero_(),
-                lambda: x.unbind(0)[1].add_(1),
-            ):
-                with pytest.raises(AliasError):
-                    lost()
+            with pytest.raises(AliasError):
+                x.unbind(0)[1].add_(1)
             assert torch.equal(x.full_tensor(), want)
         row = x[1]
         x[0] = 0.0

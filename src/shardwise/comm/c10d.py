@@ -18,6 +18,8 @@ any other (op, dtype)                               gather, then `reduce_in_orde
 
 import atexit
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 import os
 from typing import Any
 import warnings
@@ -507,6 +509,10 @@ def _start_from_environment() -> None:
 def _stop() -> None:
     """Leave the world that we joined, if nobody has before."""
     if dist.is_initialized():
+        # Together: Gloo may abort a process that still runs down when a peer leaves. Not for long:
+        # a peer that waits in a collective for this one, which has failed, does not come.
+        with suppress(Exception):
+            dist.monitored_barrier(timeout=timedelta(seconds=2))
         dist.destroy_process_group()
 
 

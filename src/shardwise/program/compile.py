@@ -107,6 +107,22 @@ class Program:
         return moved
 
 
+def move_args(program: Any, *args: Any) -> list[Any]:
+    """The arguments, tensors moved; one that is passed twice moves once."""
+    out: list[Any] = []
+    for i, (a, m) in enumerate(zip(args, program.arg_movers)):
+        if m is None:
+            out.append(a)
+            continue
+        for j in range(i):
+            if args[j] is a and program.arg_movers[j] is m:
+                out.append(out[j])
+                break
+        else:
+            out.append(m(a))
+    return out
+
+
 class Slot:
     """Stands for the i-th tensor in a tree of arguments."""
 

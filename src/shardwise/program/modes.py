@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from shardwise.compat import is_autocast_enabled
+
 _STRICT: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
 
 strict_mode = _STRICT.get
@@ -19,3 +21,8 @@ def strict() -> Iterator[None]:
         yield
     finally:
         _STRICT.reset(token)
+
+
+def mode() -> int:
+    """Which program table: autocast and strict calls have their own."""
+    return (2 if is_autocast_enabled() else 0) | (1 if strict_mode() else 0)

@@ -19,8 +19,9 @@ from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.casts import onto
 from shardwise.tensor.checks import checksum
-from shardwise.tensor.dtensor import _CROSSINGS, DTensor, alias, resolve, wrap
+from shardwise.tensor.dtensor import _CROSSINGS, DTensor, resolve, wrap
 from shardwise.tensor.explain import explained
+from shardwise.tensor.strides import alias
 
 
 class _Enter(torch.autograd.Function):

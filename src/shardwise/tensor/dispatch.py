@@ -23,7 +23,7 @@ from shardwise.errors import AliasError, LayoutError, ShardError, StrictError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
 from shardwise.program.compile import Program, compile_rule, flat_results, slot
-from shardwise.program.modes import strict_mode
+from shardwise.program.modes import mode, strict_mode
 from shardwise.program.spec import Spec, guarded, program_tables, spec_of
 from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
@@ -31,8 +31,9 @@ from shardwise.tensor.absent import Absent
 from shardwise.tensor.casts import onto
 from shardwise.tensor.checks import check_equal_on_all_ranks
 from shardwise.tensor.descent import Descent
-from shardwise.tensor.dtensor import DTensor, fast_key, install, mode, wrap
+from shardwise.tensor.dtensor import DTensor, install, wrap
 from shardwise.tensor.explain import located
+from shardwise.tensor.hotkeys import fast_key
 from shardwise.tensor.keywords import ordered, positional
 from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.strides import agrees, in_order

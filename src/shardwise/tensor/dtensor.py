@@ -21,23 +21,23 @@ from shardwise.compat import (
     Door,
     TensorBase,
     add_foreach_type,
-    is_autocast_enabled,
     make_wrapper,
     run_backward,
 )
 from shardwise.errors import LayoutError, ShardError
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
-from shardwise.program.modes import strict_mode
+from shardwise.program.compile import move_args
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.explain import explained
 from shardwise.tensor.gradients import Leaf, leaf_of, seed, watch
 from shardwise.tensor.overrides import OVERRIDES
+from shardwise.tensor.plainkeys import index_key, plain_key
 from shardwise.tensor.protocol import Protocol
-from shardwise.tensor.strides import in_order
+from shardwise.tensor.strides import alias, in_order
 
 _NO_KWARGS: dict[str, Any] = {}
-_NO_KEY: Any = object()  # in no table
+
 LIFTED: set[Any] = (
     set()
 )  # functions whose float arguments are passed at run time: no part of the key
@@ -89,7 +89,9 @@ class DTensor(Protocol):
                             if program.arg_movers is None:
                                 return _finish(program, program.target(a._local, b._local), a)
                             return _finish(
-                                program, program.target(*_moved(program, a._local, b._local)), a
+                                program,
+                                program.target(*move_args(program, a._local, b._local)),
+                                a,
                             )
                     elif kind is float:
                         program = spec.fast.get((func, spec, float))
@@ -101,8 +103,8 @@ class DTensor(Protocol):
                             return _finish(
                                 program, program.target(a._local, *(program.rest or (b,))), a
                             )
-                    elif kind is tuple and func is _GETITEM:
-                        program = spec.fast.get((func, spec, *map(_index_key, b)))
+                    elif kind is tuple and func is GETITEM:
+                        program = spec.fast.get((func, spec, *map(index_key, b)))
                         if program is not None and program.arg_movers is None:
                             index = b if program.rest is None else program.rest[0]
                             return _finish(program, program.target(a._local, index), a)
@@ -126,7 +128,7 @@ class DTensor(Protocol):
                                 )
                             return _finish(
                                 program,
-                                program.target(*_moved(program, a._local, b._local, None)),
+                                program.target(*move_args(program, a._local, b._local, None)),
                                 a,
                             )
                     elif type(c) is DTensor:
@@ -138,7 +140,9 @@ class DTensor(Protocol):
                                 )
                             return _finish(
                                 program,
-                                program.target(*_moved(program, a._local, b._local, c._local)),
+                                program.target(
+                                    *move_args(program, a._local, b._local, c._local)
+                                ),
                                 a,
                             )
             elif n == 1:
@@ -153,7 +157,9 @@ class DTensor(Protocol):
                     if program is not None:
                         if program.arg_movers is None:
                             return _finish(program, program.target(a._local), a)
-                        return _finish(program, program.target(*_moved(program, a._local)), a)
+                        return _finish(
+                            program, program.target(*move_args(program, a._local)), a
+                        )
             kwargs = _NO_KWARGS
         elif len(args) == 1 and len(kwargs) == 1 and type(args[0]) is DTensor:
             a = args[0]
@@ -170,7 +176,7 @@ class DTensor(Protocol):
             except ShardError as error:
                 _SLOW[1](error, func, args, kwargs)
                 raise
-        key = _one_tensor_key(func, args, kwargs)
+        key = one_tensor_key(func, args, kwargs)
         if key is None:
             return _many_tensors(func, args, kwargs)
         a = args[0]
@@ -516,20 +522,11 @@ _CROSSINGS: dict[str, Callable[..., Any]] = {}
 
 
 _NESTED = frozenset((list, tuple, slice))
-_GETITEM = torch.Tensor.__getitem__
+GETITEM = torch.Tensor.__getitem__
 _IS_COMPLEX = torch.is_complex
-_INDEX_KINDS = frozenset((int, bool, type(None), type(...)))
 
 
-def _index_key(x: Any) -> Any:
-    """One part of an index, as part of a key; a number is told from a bool."""
-    kind = type(x)
-    if kind is slice:
-        return x.start, x.stop, x.step
-    return (kind, x) if kind in _INDEX_KINDS else _NO_KEY
-
-
-def _one_tensor_key(
+def one_tensor_key(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """The key of a call on one tensor, its first argument, and flat plain arguments; None if it is no such call.
@@ -566,7 +563,7 @@ def _many_tensors(  # noqa: C901, PLR0912  hot path, too
     if kwargs and len(args) == 2:
         a, b = args
         if type(a) is type(b) is DTensor:
-            plain = _plain_kwargs_key(func, kwargs)
+            plain = plain_kwargs_key(func, kwargs)
             if plain is not None:
                 program = a._spec.fast.get((func, a._spec, b._spec, *plain))
                 if program is not None and program.arg_movers is None:
@@ -582,9 +579,9 @@ def _many_tensors(  # noqa: C901, PLR0912  hot path, too
             key.append(a._spec)
             local_args.append(a._local)
         elif kind is list or (kind is tuple and a and isinstance(a[0], Tensor)):
-            first = _flatten_list(a, key, local_args, first)
+            first = flatten_list(a, key, local_args, first)
         elif kind is slice or kind is tuple:
-            key.append(_plain_key(a))
+            key.append(plain_key(a))
             local_args.append(a)
         else:
             key.append(kind)
@@ -594,11 +591,11 @@ def _many_tensors(  # noqa: C901, PLR0912  hot path, too
     if first is not None:
         local_kwargs = kwargs
         if kwargs:
-            plain = _plain_kwargs_key(func, kwargs)
+            plain = plain_kwargs_key(func, kwargs)
             if plain is not None:
                 key += plain
             else:
-                local_kwargs = _flatten_kwargs(func, kwargs, key)
+                local_kwargs = flatten_kwargs(func, kwargs, key)
         try:
             program = first._spec.fast.get(tuple(key))
         except TypeError:  # an argument that cannot be hashed
@@ -608,12 +605,12 @@ def _many_tensors(  # noqa: C901, PLR0912  hot path, too
             if rest is not None:
                 return _finish(program, program.target(first._local, *rest), first)
             if program.arg_movers is not None:
-                local_args = _moved(program, *local_args)
+                local_args = move_args(program, *local_args)
             return _finish(program, program.target(*local_args, **local_kwargs), first)
     return _SLOW[0](func, args, kwargs)
 
 
-def _plain_kwargs_key(func: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def plain_kwargs_key(func: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The key of flat plain keyword arguments; None if there are others, or numbers passed at run time."""
     values = tuple(kwargs.values())
     kinds = tuple(map(type, values))
@@ -622,7 +619,7 @@ def _plain_kwargs_key(func: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | No
     return tuple(kwargs), kinds, values
 
 
-def _flatten_kwargs(func: Any, kwargs: dict[str, Any], key: list[Any]) -> dict[str, Any]:
+def flatten_kwargs(func: Any, kwargs: dict[str, Any], key: list[Any]) -> dict[str, Any]:
     """Add keyword arguments to the key; returns them with local tensors."""
     kinds = tuple(map(type, kwargs.values()))
     if float in kinds and func in LIFTED:
@@ -637,7 +634,7 @@ def _flatten_kwargs(func: Any, kwargs: dict[str, Any], key: list[Any]) -> dict[s
     return {name: a._local if type(a) is DTensor else a for name, a in kwargs.items()}
 
 
-def _flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any) -> Any:
+def flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any) -> Any:
     """Add a list argument to the key and the local arguments."""
     key.append(len(items) if type(items) is list else ~len(items))
     taken: list[Any] = []
@@ -653,127 +650,6 @@ def _flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any)
             taken.append(x)
     local_args.append(taken if type(items) is list else tuple(taken))
     return first
-
-
-_INTS = {n: (int,) * n for n in range(16)}
-
-
-def _plain_key(a: Any) -> tuple[Any, ...] | None:
-    """A tuple or a slice by the values and types in it (slices cannot be hashed); None if it holds a tensor."""
-    if type(a) is slice:
-        return slice, a.start, a.stop, a.step
-    if tuple(map(type, a)) == _INTS.get(len(a)):
-        return a
-    out: list[Any] = []
-    for x in a:
-        kind = type(x)
-        if kind is slice or kind is tuple:
-            x = _plain_key(x)
-            if x is None:
-                return None
-        elif kind is not int and isinstance(x, Tensor):
-            return None
-        out.append(kind)
-        out.append(x)
-    return tuple(out)
-
-
-def fast_key(  # noqa: C901, PLR0912  one branch for each that the hot path has
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lifts: bool
-) -> tuple[Any, ...] | None:
-    """The hot path's key for a call, or None where a number that changes at every call would be part of it."""
-    if not args:
-        return None
-    if len(args) == 2 and not kwargs and type(args[0]) is DTensor and type(args[1]) is float:
-        return (func, args[0]._spec, float) if lifts else None
-    if lifts and any(type(a) is complex for a in (*args, *kwargs.values())):
-        return None
-    (LIFTED.add if lifts else LIFTED.discard)(func)
-    if not kwargs and 1 <= len(args) <= 3 and all(type(a) is DTensor for a in args):
-        return func, *[a._spec for a in args]
-    if (
-        not kwargs
-        and len(args) == 3
-        and args[2] is None
-        and type(args[0]) is type(args[1]) is DTensor
-    ):
-        return func, args[0]._spec, args[1]._spec, None
-    if type(args[0]) is DTensor and not kwargs:
-        if len(args) == 2 and type(args[1]) is int:
-            return func, args[0]._spec, args[1]
-        if len(args) == 3 and type(args[1]) is type(args[2]) is int:
-            return func, args[0]._spec, args[1], args[2]
-        if len(args) == 2 and type(args[1]) is tuple and func is _GETITEM:
-            index = (func, args[0]._spec, *map(_index_key, args[1]))
-            if _NO_KEY not in index and _hashable(index):
-                return index
-    if type(args[0]) is DTensor and len(args) == len(kwargs) == 1:
-        ((name, value),) = kwargs.items()
-        if type(value) is bool:
-            return func, args[0]._spec, name, value
-    one = _one_tensor_key(func, args, kwargs)
-    if one is not None:
-        return (
-            one
-            if _hashable(one)
-            and not any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values()))
-            else None
-        )
-    key: list[Any] = [func]
-    for a in args:
-        if type(a) is DTensor:
-            key.append(a._spec)
-        elif type(a) is list or (type(a) is tuple and a and isinstance(a[0], Tensor)):
-            _flatten_list(a, key, [], None)
-        elif type(a) is slice or type(a) is tuple:
-            plain = _plain_key(a)
-            if plain is None:
-                return None
-            key.append(plain)
-        else:
-            key += (float,) if lifts and type(a) is float else (type(a), a)
-    if kwargs:
-        plain = _plain_kwargs_key(func, kwargs)
-        if plain is not None:
-            if any(isinstance(x, Tensor) for x in plain[2]):
-                return None
-            key += plain
-        else:
-            _flatten_kwargs(func, kwargs, key)
-    if any(
-        isinstance(k, Tensor) for k in key
-    ):  # plain tensors are told apart on the slow path only
-        return None
-    return tuple(key) if _hashable(tuple(key)) else None
-
-
-def _hashable(key: tuple[Any, ...]) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
-
-
-def _moved(program: Any, *args: Any) -> list[Any]:
-    """The arguments, tensors moved; one that is passed twice moves once."""
-    out: list[Any] = []
-    for i, (a, m) in enumerate(zip(args, program.arg_movers)):
-        if m is None:
-            out.append(a)
-            continue
-        for j in range(i):
-            if args[j] is a and program.arg_movers[j] is m:
-                out.append(out[j])
-                break
-        else:
-            out.append(m(a))
-    return out
-
-
-def mode() -> int:
-    """Which program table: autocast and strict calls have their own."""
-    return (2 if is_autocast_enabled() else 0) | (1 if strict_mode() else 0)
 
 
 def _finish(program: Any, out: Any, a: DTensor) -> Any:
@@ -793,16 +669,6 @@ def _finish(program: Any, out: Any, a: DTensor) -> Any:
         out = out.contiguous()
     r._local, r._spec = out, spec
     return r
-
-
-def alias(local: Tensor) -> Tensor:
-    """Another tensor on the same memory; without history where no gradient is recorded.
-
-    A view that is made under ``no_grad`` of what requires grad would require it too.
-    """
-    if local.requires_grad and not torch.is_grad_enabled():
-        return local.detach()
-    return local.view_as(local)
 
 
 def wrap(local: Tensor, spec: Spec) -> DTensor:

@@ -23,10 +23,11 @@ from shardwise.compat import FOREACH, make_wrapper
 from shardwise.errors import ShardError
 from shardwise.layout.layout import Layout
 from shardwise.program.compile import compile_rule
+from shardwise.program.modes import mode
 from shardwise.program.spec import Spec, spec_of
 from shardwise.rules.registry import Entry, lookup
 from shardwise.tensor.dispatch import MAX_PROGRAMS, Call, _operands
-from shardwise.tensor.dtensor import DTensor, mode, wrap
+from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.overrides import OVERRIDES
 
 Movers = list[Mover | None] | None  # one per entry of a list; None: nothing moves

@@ -18,8 +18,9 @@ from shardwise.comm.execute import Mover, mover
 from shardwise.comm.transport import Transport
 from shardwise.compat import FOREACH
 from shardwise.layout.layout import Layout
+from shardwise.program.modes import mode
 from shardwise.program.spec import Spec, program_tables, spec_of
-from shardwise.tensor.dtensor import DTensor, mode
+from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.foreach import is_guarded, move_all, take, transport_of, wrap_all
 from shardwise.tensor.overrides import override
 

@@ -18,8 +18,9 @@ from shardwise.compat import FUSED_STEPS, unscale_and_check
 from shardwise.errors import AliasError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
+from shardwise.program.modes import mode
 from shardwise.program.spec import program_tables
-from shardwise.tensor.dtensor import DTensor, mode
+from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.foreach import is_guarded, move_all, take, transport_of
 from shardwise.tensor.overrides import override
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from shardwise.layout.boxes import restride
@@ -22,3 +23,13 @@ def in_order(local: Tensor, stride: tuple[int, ...]) -> Tensor:
     order = sorted(range(local.ndim), key=lambda d: (-stride[d], d))
     inverse = sorted(range(local.ndim), key=order.__getitem__)
     return local.permute(order).contiguous().permute(inverse)
+
+
+def alias(local: Tensor) -> Tensor:
+    """Another tensor on the same memory; without history where no gradient is recorded.
+
+    A view that is made under ``no_grad`` of what requires grad would require it too.
+    """
+    if local.requires_grad and not torch.is_grad_enabled():
+        return local.detach()
+    return local.view_as(local)

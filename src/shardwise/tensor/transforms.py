@@ -16,6 +16,7 @@ from shardwise.compat import (
     functorch_active,
     is_functorch_wrapped,
     on_jit_trace,
+    on_make_fx,
     on_transform,
 )
 from shardwise.errors import UnsupportedError
@@ -112,9 +113,9 @@ def _transformed(tree: Any) -> bool:
 
 
 def refuse_tracing() -> None:
-    """``torch.jit.trace`` would keep the local operations of one rank, as constants."""
+    """A trace would keep the local operations of one rank, and the pieces as constants."""
     raise UnsupportedError(
-        "torch.jit.trace cannot record calls on DTensors.",
+        "torch.jit.trace and make_fx cannot record calls on DTensors.",
         tries=["shardwise.capture records a step", "torch.compile runs the calls as they are"],
     )
 
@@ -130,3 +131,4 @@ def _check_trace(func: Any, inputs: list[Any]) -> None:
 
 
 on_jit_trace(_check_trace)
+on_make_fx(_check_trace)
