@@ -334,3 +334,8 @@ def on_transform(begin: Any, end: Any) -> None:
 def direct_op(overload: Any) -> Any:
     """An ATen overload without its Python layer (1.5 us)."""
     return overload._op
+
+
+def default_store() -> Any:
+    """The key-value store that the ranks of the default process group met in."""
+    return torch.distributed.distributed_c10d._get_default_store()

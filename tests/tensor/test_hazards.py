@@ -840,7 +840,7 @@ def test_the_import_is_quick_and_quiet():
     )
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     shares = []
-    while len(shares) < 3 and min(shares, default=1.0) > 0.3:  # torch takes about a second
+    while len(shares) < 3 and min(shares, default=1.0) >= 0.35:  # torch takes about a second
         command = [sys.executable, "-W", "error", "-c", script]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -38,6 +38,7 @@ from torch.distributed.distributed_c10d import (
 
 from shardwise.comm.reduce import ALLOWED, BOOL_AS, COMPLEX, reduce_in_order
 from shardwise.comm.transport import Handle, Ready, Transport, _fallback, _plain
+from shardwise.compat import default_store
 from shardwise.errors import CommError
 from shardwise.events import observers
 
@@ -507,13 +508,19 @@ def _start_from_environment() -> None:
 
 
 def _stop() -> None:
-    """Leave the world that we joined, if nobody has before."""
-    if dist.is_initialized():
-        # Together: Gloo may abort a process that still runs down when a peer leaves. Not for long:
-        # a peer that waits in a collective for this one, which has failed, does not come.
-        with suppress(Exception):
-            dist.monitored_barrier(timeout=timedelta(seconds=2))
-        dist.destroy_process_group()
+    """Leave the world that we joined, if nobody has before.
+
+    Together, where the others come too: Gloo may abort a process that still runs down when a peer
+    leaves. Not for long: a peer that waits in a collective for this one, which has failed, never comes.
+    """
+    if not dist.is_initialized():
+        return
+    with suppress(Exception):
+        store = default_store()
+        store.set(f"shardwise leaves {dist.get_rank()}", "1")
+        everyone = [f"shardwise leaves {rank}" for rank in range(dist.get_world_size())]
+        store.wait(everyone, timedelta(seconds=2))
+    dist.destroy_process_group()
 
 
 _fallback.make = process_transport

@@ -25,6 +25,7 @@ from shardwise.rules.notation import ONE, WHOLE, Arg, Rule
 from shardwise.rules.registry import Entry
 
 Step = Callable[[Tensor], Tensor]
+MOST_ZEROS = 2**26  # elements of a doubtful call's operands that are still worth a trial
 
 
 class Program:
@@ -123,6 +124,17 @@ def move_args(program: Any, *args: Any) -> list[Any]:
     return out
 
 
+def judge(
+    func: Any, operands: Sequence[Arg], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Run a doubtful call on zeros: raises what torch raises, before anything has been sent."""
+    if sum(a.layout.numel for a in operands) > MOST_ZEROS:
+        return
+    zeros = [torch.zeros(a.shape, dtype=a.dtype, device=a.device or "cpu") for a in operands]
+    with torch.no_grad():
+        func(*fill(args, zeros), **fill(kwargs, zeros))
+
+
 class Slot:
     """Stands for the i-th tensor in a tree of arguments."""
 
@@ -197,6 +209,8 @@ def compile_rule(
     ):  # a form of the op that the rule does not know, or one that torch refuses
         if entry.of_user:
             raise
+        if known is None:
+            judge(func, operands, args, kwargs)
         return None
     if rule is None:
         return None

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.compat import TorchDispatchMode, fake_mode, is_fake, without_modes
-from shardwise.program.compile import Slot, fill, slot
+from shardwise.compat import TorchDispatchMode, fake_mode, is_fake, untraceable, without_modes
+from shardwise.program.compile import Slot, fill, judge, slot
 from shardwise.rules.notation import Arg
 
 
@@ -137,9 +137,10 @@ def trace(
                     result = func(*fill(args, fakes), **fill(kwargs, fakes))
             _refuse_aliases(result, fakes)
             graph.result = recorder.slots(result)
-        except (
-            Exception
-        ):  # no graph, or fake kernels refuse the call: torch judges it on the whole tensors
+        except (*untraceable(), _UntraceableError):
+            return None
+        except Exception:  # fake kernels refuse the call: does torch?
+            judge(func, operands, args, kwargs)
             return None
     _drop_dead(graph)
     return graph
