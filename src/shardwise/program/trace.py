@@ -140,7 +140,9 @@ def trace(
         except (*untraceable(), _UntraceableError):
             return None
         except Exception as error:  # fake kernels refuse the call: does torch?
-            if "data is not allocated" not in str(error):  # it reads values: zeros would mislead
+            if "data is not allocated" not in str(
+                error
+            ):  # it reads values: zeros would mislead
                 judge(func, operands, args, kwargs)
             return None
     _drop_dead(graph)
