@@ -87,6 +87,12 @@ def test_hidden_writes_of_legit_batch_norm() -> None:
     assert not sweep(fn, x, mean, var, meshes=((2,),), grad=False)
 
 
+def test_logsumexp_of_integers_far_apart() -> None:
+    """The greatest integer is not subtracted from the least one as integers."""
+    x = torch.tensor([[9, -(2**63)], [3, 4], [-(2**63), 0]])
+    assert not sweep(lambda x: torch.logsumexp(x, (0, 1)), x, meshes=((2,), (3,)), tol=1e-5)
+
+
 def test_whole_dims_of_unequal_size() -> None:
     """Two whole dims share the label of whole dims, not their size."""
     x, at, src = _double(6, 4), torch.randint(0, 6, (6, 2)), _double(6, 2)

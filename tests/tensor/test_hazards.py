@@ -676,6 +676,18 @@ def test_ranks_outside_the_mesh_train_along():
         assert not (p > 0).requires_grad
         assert not p.argmax().requires_grad
         assert p.is_leaf
+        x = distribute_tensor(torch.ones(4), mesh, [S(0)])
+        assert [(t * 3).requires_grad for t in (x.requires_grad_(), x.detach())] == [
+            True,
+            False,
+        ]
+        y = distribute_tensor(torch.ones(4), mesh, [S(0)])
+        assert not (y * 4).requires_grad
+        y.requires_grad_()
+        (y * 4).sum().backward()
+        with torch.no_grad():
+            assert not (y * 4).requires_grad
+            y.mul_(2)
         return (p * 1).requires_grad
 
     assert simulate(program, 4) == [True] * 4

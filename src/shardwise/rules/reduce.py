@@ -326,6 +326,8 @@ def logsumexp(input: Arg, dim: Any, keepdim: bool = False, **more: Any) -> Rule 
 
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
         group, x = group_of(ctx, dims), wide(input)
+        if not x.dtype.is_floating_point:  # a difference of integers could overflow
+            x = x.to(torch.get_default_dtype())
         top = greatest(group, x, dims)
         top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
         total = group.sum((x - top).exp().sum(dims, keepdim=True)).log() + top

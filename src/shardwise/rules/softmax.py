@@ -43,9 +43,8 @@ def _rows(input: Arg, dim: Any, dtype: Any, kind: str) -> Rule | None:
 
 def _over_pieces(kind: str, dims: tuple[int, ...], out: Any) -> Any:
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        group, x = group_of(ctx, dims), wide(input.to(out))
-        if kind == "softmin":
-            x = -x
+        group = group_of(ctx, dims)
+        x = wide((-input if kind == "softmin" else input).to(out))
         x = x - greatest(group, x, dims)
         grown = x.exp()
         total = group.sum(grown.sum(dims, keepdim=True))

@@ -38,7 +38,7 @@ class Absent:
     def __call__(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Run on fake tensors of the global shapes, and wrap empties."""
         with without_modes(), fake_mode():
-            fakes = [_fake(a) for a in self.operands]
+            fakes = [_fake(a, t) for a, t in zip(self.operands, call.tensors)]
             try:
                 result = self.func(*fill(call.tree, fakes), **fill(call.kwargs, fakes))
             except untraceable() as error:
@@ -49,16 +49,13 @@ class Absent:
         return _empties(result, fakes, call, self)
 
 
-def _fake(a: Arg) -> Tensor:
-    """Stands for an operand; requires grad as it does, so that the results tell what does."""
+def _fake(a: Arg, t: Tensor) -> Tensor:
+    """Stands for an operand; requires grad as it does now, so that the results tell what does."""
+    needs = t.requires_grad
     fake = torch.empty_strided(
-        a.shape,
-        a.layout.stride,
-        dtype=a.dtype,
-        device=a.device or "cpu",
-        requires_grad=a.requires_grad,
+        a.shape, a.layout.stride, dtype=a.dtype, device=a.device or "cpu", requires_grad=needs
     )
-    return fake.clone() if a.requires_grad and not a.is_leaf else fake
+    return fake.clone() if needs and torch.is_grad_enabled() and not t.is_leaf else fake
 
 
 def _empties(result: Any, fakes: list[Tensor], call: Any, program: Absent) -> Any:
