@@ -1,0 +1,24 @@
+"""Parallelism for modules: tensor, sequence, data, fully sharded. Names follow torch's."""
+
+from shardwise.parallel.plan import loss_parallel, parallelize_module
+from shardwise.parallel.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "loss_parallel",
+    "parallelize_module",
+]
