@@ -3,6 +3,7 @@
 One tensor, many devices, written as if there were one. Names follow ``torch.distributed.tensor``.
 """
 
+from shardwise import checkpoint
 from shardwise.comm.meshes import init_device_mesh
 from shardwise.events import CommLog
 from shardwise.layout.mesh import Mesh as DeviceMesh
@@ -37,6 +38,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "arange",
+    "checkpoint",
     "distribute_module",
     "distribute_tensor",
     "empty",

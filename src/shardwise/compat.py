@@ -339,3 +339,34 @@ def direct_op(overload: Any) -> Any:
 def default_store() -> Any:
     """The key-value store that the ranks of the default process group met in."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+@functools.cache
+def checkpoint_types() -> Any:
+    """The classes of ``torch.distributed.checkpoint``'s plans and metadata. Importing them takes over a second."""
+    from torch.distributed.checkpoint import filesystem, metadata, planner
+
+    names = types.SimpleNamespace(**vars(metadata))
+    names.Size, names.StorageInfo = torch.Size, filesystem._StorageInfo
+    names.WriteItem, names.WriteItemType = planner.WriteItem, planner.WriteItemType
+    names.TensorWriteData = planner.TensorWriteData
+    return names
+
+
+def called_by_stager(depth: int) -> bool:
+    """Whether the caller's caller (``depth`` 1) copies a state dict for ``async_save``.
+
+    It asks a tensor for its address, to tell a wrapper (0) from what has memory of its own.
+    """
+    caller = sys._getframe(depth + 1).f_globals.get("__name__")
+    return caller == "torch.distributed.checkpoint._state_dict_stager"
+
+
+def tensor_builders(dtype: Any) -> tuple[Any, Any, int, tuple[Any, ...]]:
+    """How ``torch.save`` pickles a tensor of a dtype: function, storage class, units per element, more arguments."""
+    from torch import _utils
+
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
+    if name is not None and hasattr(torch, name):
+        return _utils._rebuild_tensor_v2, getattr(torch, name), 1, ()
+    return _utils._rebuild_tensor_v3, torch.UntypedStorage, dtype.itemsize, (dtype,)

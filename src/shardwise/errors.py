@@ -11,6 +11,7 @@ Exception
     ├── UnsupportedError (NotImplementedError)   an op, or a use of it, without a rule
     ├── GradientError    (RuntimeError)          a gradient that cannot be had, or would be lost
     ├── AliasError       (RuntimeError)          a write that a view and its base cannot share
+    ├── CheckpointError  (RuntimeError)          a checkpoint that cannot be written, read or trusted
     └── StrictError      (RuntimeError)          strict mode met something it was told to refuse
 ```
 
@@ -90,6 +91,10 @@ class GradientError(ShardError, RuntimeError):
 
 class AliasError(ShardError, RuntimeError):
     """A write through a view that its base would not see, or the other way round."""
+
+
+class CheckpointError(ShardError, RuntimeError):
+    """A checkpoint that cannot be written, cannot be read, or does not hold what it should."""
 
 
 class StrictError(ShardError, RuntimeError):

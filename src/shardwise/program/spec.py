@@ -74,6 +74,14 @@ class Spec:
             self._dual = spec_of(self.layout.dual(), self.transport)
         return self._dual
 
+    def __copy__(self) -> Spec:
+        """Interned: a copy is itself."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Spec:
+        """Interned: a copy is itself."""
+        return self
+
     def __repr__(self) -> str:
         """Layout and coordinate."""
         return f"Spec({self.layout} at {self.coord})"
