@@ -10,6 +10,7 @@ from shardwise.layout.mesh import Mesh as DeviceMesh
 from shardwise.layout.placement import Partial, Replicate, Shard
 from shardwise.program.modes import strict
 from shardwise.random import manual_seed, rng
+from shardwise.route.cost import minimize
 import shardwise.rules  # noqa: F401  the table is filled before the first call
 from shardwise.simulate import simulate
 from shardwise.tensor.create import distribute_module, distribute_tensor
@@ -48,6 +49,7 @@ __all__ = [
     "linspace",
     "local_map",
     "manual_seed",
+    "minimize",
     "no_sync",
     "ones",
     "rand",

@@ -26,6 +26,7 @@ CASES = [
     ("pad", [Shard(0), R], [P, R], (0,), 0, "sum", 0),
     ("keep", [R, R], [P, R], (0,), -1, "sum", 0),
     ("one_shot", [Shard(0), R], [Shard(1), R], (0,), -1, None, 18),
+    ("one_shot", [P, Shard(0)], [Shard(1), R], (0, 1), -1, "sum", 2 * 36 - 12),
 ]
 
 
@@ -43,8 +44,12 @@ def test_an_ill_typed_move_is_seen():
         fold(Move("all_gather", of(Shard(0), Shard(0)), of(R, Shard(0)), (0,), 0))
     with pytest.raises(AssertionError, match="what is pending"):
         fold(Move("all_reduce", of(R, R), of(R, R), (0,), -1, "sum"))
-    with pytest.raises(AssertionError, match="settles no reduction"):
+    with pytest.raises(AssertionError, match="settles one reduction"):
         fold(Move("one_shot", of(P, Shard(0)), of(R, Shard(1)), (0, 1)))
+    with pytest.raises(AssertionError, match="what is settled is exchanged"):
+        fold(Move("one_shot", of(P, Shard(0)), of(R, Shard(1)), (1,), -1, "sum"))
+    with pytest.raises(AssertionError, match="makes no reduction"):
+        fold(Move("one_shot", of(R, Shard(0)), of(P, Shard(1)), (0, 1)))
 
 
 def test_intersect():

@@ -8,26 +8,23 @@ that double backward works.
 from __future__ import annotations
 
 from collections.abc import Callable
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.comm.one_shot import NEUTRAL, OneShot, neutral
 from shardwise.comm.transport import Transport
 from shardwise.compat import direct_apply
 from shardwise.errors import UnsupportedError
 from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.layout import Layout
-from shardwise.route.moves import Move, intersect
+from shardwise.layout.mesh import Mesh
+from shardwise.route.cost import Profile, objective
+from shardwise.route.moves import Move
 from shardwise.route.search import route
 
 Step = Callable[[Tensor], Tensor]
-
-_NEUTRAL = {
-    "sum": 0,
-    "product": 1,
-}  # what a rank holds that adds nothing; any copy does for max and min
 
 
 class Mover:
@@ -37,16 +34,30 @@ class Mover:
         src: Layout of the operand.
         dst: Layout of the result.
         moves: The route.
+        what: What the route minimizes, ``"time"`` or ``"bytes"``.
     """
 
-    __slots__ = ("_back", "_extremum", "_steps", "dst", "moves", "src", "transport")
+    __slots__ = (
+        "_back",
+        "_extremum",
+        "_leanest",
+        "_steps",
+        "dst",
+        "moves",
+        "src",
+        "transport",
+        "what",
+    )
 
-    def __init__(self, src: Layout, dst: Layout, transport: Transport) -> None:
-        self.src, self.dst, self.transport = src, dst, transport
+    def __init__(
+        self, src: Layout, dst: Layout, transport: Transport, what: str = "time"
+    ) -> None:
+        self.src, self.dst, self.transport, self.what = src, dst, transport, what
         self._back: Mover | None = None
+        self._leanest: Mover | None = None
         self._extremum = any(op is not None and op != "sum" for op in src.partial)
         src, dst, order = _row_major(src, dst)
-        self.moves = route(src, dst)
+        self.moves = route(src, dst, profile_of(src.mesh, transport), what)
         coord = src.mesh.coordinate_of(transport.rank)
         steps = [] if coord is None else [_compile(m, coord, transport) for m in self.moves]
         if order is not None and steps:
@@ -66,8 +77,22 @@ class Mover:
             self._back = mover(self.dst.dual(), self.src.dual(), self.transport)
         return self._back
 
+    def now(self) -> Mover:
+        """This mover, or the one of the same pair that minimizes what is asked for where this is called.
+
+        Programs keep movers, so it is asked at each use.
+        """
+        what = objective()
+        if what == self.what:
+            return self
+        if self._leanest is None:
+            self._leanest = Mover(self.src, self.dst, self.transport, what)
+        return self._leanest
+
     def run(self, x: Tensor) -> Tensor:
         """Move, without recording for autograd."""
+        if objective() != self.what:
+            return self.now().run(x)
         for step in self._steps:
             x = step(x)
         return x
@@ -76,6 +101,8 @@ class Mover:
         """Move; differentiable."""
         if not self._steps:
             return x
+        if objective() != self.what:
+            return self.now()(x)
         if x.requires_grad and torch.is_grad_enabled():
             if self._extremum:
                 return _settle_then_move(self, x)
@@ -94,6 +121,12 @@ def mover(src: Layout, dst: Layout, transport: Transport) -> Mover:
             table.clear()
         found = table[src, dst] = Mover(src, dst, transport)
     return found
+
+
+def profile_of(mesh: Mesh, transport: Transport) -> Profile | None:
+    """The figures that this rank has for a mesh; None takes the defaults."""
+    profiles = transport.state.get("profiles")
+    return None if profiles is None else profiles.get(mesh)
 
 
 def fresh(y: Tensor, x: Tensor) -> Tensor:
@@ -215,10 +248,10 @@ def _compile(move: Move, coord: tuple[int, ...], transport: Transport) -> Step:
         case "pad":
             return _pad(move, coord)
         case "keep":
-            if move.op not in _NEUTRAL or all(coord[a] == 0 for a in move.axes):
+            op = move.op or "sum"
+            if op not in NEUTRAL or all(coord[a] == 0 for a in move.axes):
                 return lambda x: x.clone()
-            neutral = _NEUTRAL[move.op]
-            return lambda x: torch.full(x.shape, neutral, dtype=x.dtype, device=x.device)
+            return lambda x: neutral(x.shape, op, x)
         case _:
             return _one_shot(move, coord, transport, ranks, peers, tag)
 
@@ -324,6 +357,8 @@ def _swapped_dims(move: Move) -> tuple[int, int] | None:
     i, j = changed if len(src.dims[changed[0]]) > len(dst.dims[changed[0]]) else changed[::-1]
     taken = src.dims[i][len(dst.dims[i]) :]
     moved = src.dims[i] == (*dst.dims[i], *taken) and dst.dims[j] == (*src.dims[j], *taken)
+    if src.partial != dst.partial:
+        return None
     even = all(layout.is_even_dim(d) for layout in (src, dst) for d in (i, j))
     return (i, j) if moved and taken == move.axes and even else None
 
@@ -348,34 +383,7 @@ def _one_shot(
     swapped = _swapped_dims(move)
     if swapped is not None:
         return _all_to_all(swapped, transport, ranks, tag)
-    held, needed = move.src.box(coord), move.dst.box(coord)
-
-    def within(base: Any, part: Any) -> tuple[slice, ...] | None:
-        if 0 in part[1]:
-            return None
-        return tuple(slice(o - b, o - b + s) for o, b, s in zip(part[0], base[0], part[1]))
-
-    gives = [intersect(held, move.dst.box(p)) for p in peers]
-    takes = [intersect(move.src.box(p), needed) for p in peers]
-    send = [within(held, part) for part in gives]
-    recv = [(within(needed, part), part[1]) for part in takes]
-    in_splits = [math.prod(part[1]) for part in gives]
-    out_splits = [math.prod(part[1]) for part in takes]
-    shape = needed[1]
-
-    def one_shot(x: Tensor) -> Tensor:
-        flat = [x[at].reshape(-1) for at in send if at is not None]
-        buffer = torch.cat(flat) if flat else x.new_empty(0)
-        got = transport.all_to_all(buffer, ranks, in_splits, out_splits, tag=tag)
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        start = 0
-        for (at, sizes), count in zip(recv, out_splits):
-            if at is not None:
-                out[at] = got[start : start + count].view(sizes)
-            start += count
-        return out
-
-    return one_shot
+    return OneShot(move.exchange, ranks, transport, tag)
 
 
 _moved = direct_apply(_Moved)

@@ -73,6 +73,41 @@ _INTO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+class Accumulator:
+    """Combines addends, part by part, into ``out``: the value that `reduce_in_order` defines.
+
+    Every place must be taken from its first addend before any other.
+
+    Args:
+        out: A fresh tensor.
+        op: The reduction.
+        count: Number of addends, for an average.
+    """
+
+    __slots__ = ("_count", "_op", "_out", "_total")
+
+    def __init__(self, out: Tensor, op: str, count: int) -> None:
+        wide = _WIDER.get(out.dtype)
+        if out.dtype == torch.bool:
+            op = {"max": "bor", "min": "band"}.get(BOOL_AS[op], op)
+        self._out, self._op, self._count = out, op, count
+        self._total = out if wide is None else out.to(wide)
+
+    def take(self, at: tuple[slice, ...], part: Tensor, first: bool) -> None:
+        """Combine one addend of a part of the whole."""
+        if first:
+            self._total[at] = part
+        else:
+            total = self._total[at]
+            _INTO[self._op](total, part.to(total.dtype))
+
+    def result(self) -> Tensor:
+        """The combined tensor."""
+        if self._op == "avg":
+            self._total.div_(self._count)
+        return self._total if self._total is self._out else self._total.to(self._out.dtype)
+
+
 def refuse(op: str, dtype: torch.dtype) -> CommError:
     """Say why (op, dtype) is not in `ALLOWED`."""
     if op not in OPS:

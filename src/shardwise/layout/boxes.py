@@ -8,9 +8,10 @@ Invariant: the boxes of all ranks tile the tensor exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 Range = tuple[int, int]  # offset, size
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 def chunk(n: int, k: int, i: int) -> Range:
@@ -45,6 +46,33 @@ def box(
             offsets.append(0)
         sizes.append(n)
     return tuple(offsets), tuple(sizes)
+
+
+def intersect(a: Box, b: Box) -> Box:
+    """The overlap of two boxes; some size is 0 when they do not meet."""
+    offsets = tuple(max(x, y) for x, y in zip(a[0], b[0]))
+    ends = tuple(min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1]))
+    return offsets, tuple(max(0, e - o) for o, e in zip(offsets, ends))
+
+
+def touching(
+    n: int, sizes: Sequence[int], wanted: Range, base: int = 0
+) -> Iterator[tuple[tuple[int, ...], Range]]:
+    """The coordinates whose pieces of a dim meet the range ``wanted``, each with the overlap.
+
+    Found by division, not by trying all: the cost is that of the answer.
+    """
+    start, end = max(wanted[0], base), min(wanted[0] + wanted[1], base + n)
+    if start >= end:
+        return
+    if not sizes:
+        yield (), (start, end - start)
+        return
+    step = -(-n // sizes[0])
+    for i in range((start - base) // step, (end - 1 - base) // step + 1):
+        offset, size = chunk(n, sizes[0], i)
+        for rest, overlap in touching(size, sizes[1:], wanted, base + offset):
+            yield (i, *rest), overlap
 
 
 def is_even(n: int, sizes: Sequence[int]) -> bool:

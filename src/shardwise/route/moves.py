@@ -9,17 +9,23 @@ all_reduce        P -> R               P -> R                    2(n-1)/n of the
 slice             R -> S(d)            S(d) -> P, by ``pad``     nothing
 pad               S(d) -> P            R -> S(d), by ``slice``   nothing
 keep              R -> P               R -> P                    nothing
-one_shot          any S/R -> any S/R   one_shot or reductions    what is needed and not held
+one_shot          any -> any R/S       one_shot or reductions    what is needed and not held,
+                                                                 once for each addend
 ================  ===================  =======================  ==============================
+
+The first two pad uneven pieces to the largest; a one-shot move pads nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-import itertools
 import math
 
+from shardwise.events import received_bytes
+from shardwise.layout.boxes import intersect
 from shardwise.layout.layout import Layout
+from shardwise.route.exchange import Exchange
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "slice", "pad", "keep", "one_shot")
 
@@ -48,6 +54,13 @@ class Move:
     def communicates(self) -> bool:
         """Whether anything is sent."""
         return self.kind not in ("slice", "pad", "keep")
+
+    @property
+    def exchange(self) -> Exchange:
+        """Who sends what to whom in a one-shot move."""
+        used = {a for axes in self.src.dims for a in axes}
+        spread = tuple(a for a in self.axes if a not in used and self.src.partial[a] is None)
+        return Exchange(self.src, self.dst, spread)
 
 
 def fold(move: Move) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]:
@@ -84,7 +97,12 @@ def fold(move: Move) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...
             for a in move.axes:
                 partial[a] = move.op
         case _:
-            assert move.src.partial == move.dst.partial, "a one-shot move settles no reduction"
+            for a, op in enumerate(move.dst.partial):
+                if op is None and partial[a] is not None:
+                    assert partial[a] == move.op, "a one-shot move settles one reduction"
+                    assert a in move.axes, "what is settled is exchanged"
+                    partial[a] = None
+            assert tuple(partial) == move.dst.partial, "a one-shot move makes no reduction"
             dims = [list(d) for d in move.dst.dims]
     return tuple(map(tuple, dims)), tuple(partial)
 
@@ -99,35 +117,39 @@ def piece_numel(layout: Layout) -> int:
     return math.prod(layout.box((0,) * layout.mesh.ndim)[1])
 
 
-def received_numel(move: Move) -> float:
-    """Elements that a rank receives (the mean over ranks for a one-shot move)."""
+def received(move: Move, coord: tuple[int, ...]) -> int:
+    """Bytes that the rank at a coordinate receives, to the byte what the log counts."""
     n = group_size(move)
-    match move.kind:
-        case "all_gather":
-            return (n - 1) / n * piece_numel(move.src) * n
-        case "reduce_scatter":
-            return (n - 1) / n * piece_numel(move.dst) * n
-        case "all_reduce":
-            return 2 * (n - 1) / n * piece_numel(move.src)
-        case "one_shot":
-            return _needed_not_held(move.src, move.dst)
-        case _:
-            return 0.0
+    itemsize = getattr(move.src.dtype, "itemsize", 4)
+    if n == 1 or not move.communicates:
+        return 0
+    if move.kind == "one_shot":
+        return move.exchange.received_numel(move.src.mesh.rank_at(coord)) * itemsize
+    first = tuple(0 if a in move.axes else i for a, i in enumerate(coord))  # holds the most
+    if move.kind == "all_gather":
+        put_in = math.prod(move.src.box(first)[1])
+    elif move.kind == "reduce_scatter":
+        put_in = math.prod(move.dst.box(first)[1]) * n
+    else:
+        put_in = math.prod(move.src.box(coord)[1])
+    return received_bytes(move.kind, put_in * itemsize, n)
 
 
-def intersect(
-    a: tuple[tuple[int, ...], tuple[int, ...]], b: tuple[tuple[int, ...], tuple[int, ...]]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of the overlap of two boxes; some size is 0 when they do not meet."""
-    offsets = tuple(max(x, y) for x, y in zip(a[0], b[0]))
-    ends = tuple(min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1]))
-    return offsets, tuple(max(0, e - o) for o, e in zip(offsets, ends))
+def received_numel(move: Move, coords: Iterable[tuple[int, ...]] | None = None) -> float:
+    """Elements that a rank receives: the mean over the ranks (or over those at ``coords``)."""
+    each = [
+        received(move, c) for c in (move.src.mesh.coordinates() if coords is None else coords)
+    ]
+    return sum(each) / max(1, len(each)) / getattr(move.src.dtype, "itemsize", 4)
 
 
-def _needed_not_held(src: Layout, dst: Layout) -> float:
-    total, count = 0, 0
-    for coord in itertools.islice(src.mesh.coordinates(), 64):
-        need = dst.box(coord)
-        total += math.prod(need[1]) - math.prod(intersect(src.box(coord), need)[1])
-        count += 1
-    return total / max(count, 1)
+__all__ = [
+    "KINDS",
+    "Move",
+    "fold",
+    "group_size",
+    "intersect",
+    "piece_numel",
+    "received",
+    "received_numel",
+]

@@ -1,0 +1,163 @@
+"""Carry out a one-shot move: pack, one uneven all_to_all, unpack; addends are combined on arrival.
+
+What a rank keeps is copied straight across. Where what is sent lies in memory as it travels, or what arrives
+does as it is wanted, nothing is packed or unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.reduce import ALLOWED, Accumulator, refuse
+from shardwise.comm.transport import Handle, Transport
+from shardwise.layout.boxes import Box
+from shardwise.route.exchange import Exchange
+
+Finish = Callable[[Tensor], Tensor]
+Slices = tuple[slice, ...]
+
+NEUTRAL = {"sum": 0, "product": 1}  # what adds nothing; any copy does for max and min
+
+
+class OneShot:
+    """An exchange compiled for one rank.
+
+    Attributes:
+        exchange: The plan.
+        ranks: The group, in order.
+        in_splits: Elements for each member.
+        out_splits: Elements from each member.
+        direct: The pieces lie in memory as they travel, on both sides: nothing is packed.
+        shape: Shape of the result.
+    """
+
+    __slots__ = (
+        "_gives",
+        "_held",
+        "_kept",
+        "_need",
+        "_takes",
+        "direct",
+        "exchange",
+        "in_splits",
+        "out_splits",
+        "ranks",
+        "shape",
+        "tag",
+        "transport",
+    )
+
+    def __init__(
+        self, exchange: Exchange, ranks: tuple[int, ...], transport: Transport, tag: str
+    ) -> None:
+        self.exchange, self.ranks, self.transport, self.tag = exchange, ranks, transport, tag
+        me = transport.rank
+        place = {rank: i for i, rank in enumerate(ranks)}
+        src, dst = exchange.src, exchange.dst
+        at = src.mesh.coordinate_of(me)
+        none: Box = ((0,) * src.ndim, (0,) * src.ndim)
+        self._held = none if at is None else src.box(at)
+        to = dst.mesh.coordinate_of(me)
+        self.shape = none[1] if to is None else dst.box(to)[1]
+        self._need = none if to is None else dst.box(to)
+        gives = sorted((place[p.rank], p.box) for p in exchange.gives(me))
+        takes = sorted((place[p.rank], p.box, p.addend) for p in exchange.takes(me))
+        own = place[me]
+        self.in_splits, self.out_splits = [0] * len(ranks), [0] * len(ranks)
+        for i, box in gives:
+            self.in_splits[i] = math.prod(box[1])
+        for i, box, _ in takes:
+            self.out_splits[i] = math.prod(box[1])
+        self.direct = (
+            exchange.op is None
+            and _tiles([box for _, box in gives], self._held)
+            and _tiles([box for _, box, _ in takes], self._need)
+        )
+        if not self.direct:  # what stays here need not travel through the buffers
+            self.in_splits[own] = self.out_splits[own] = 0
+        self._kept = [(box, k) for i, box, k in takes if i == own]
+        self._gives = [(i, box) for i, box in gives if i != own]
+        self._takes = [(i, box, k) for i, box, k in takes if i != own]
+
+    def start(self, x: Tensor, blocking: bool = True) -> tuple[Tensor | Handle, Finish]:
+        """Pack and exchange; what comes back, and what makes the result of it."""
+        op = self.exchange.op
+        if op is not None and (op, x.dtype) not in ALLOWED:
+            raise refuse(op, x.dtype)
+        if self.direct:
+            return self._exchange(x.reshape(-1), blocking), lambda got: got.view(self.shape)
+        buffer = x.new_empty(sum(self.in_splits))
+        start = 0
+        for _, box in self._gives:
+            count = math.prod(box[1])
+            buffer[start : start + count].view(box[1]).copy_(x[within(self._held, box)])
+            start += count
+        got = self._exchange(buffer, blocking)
+        return got, lambda flat: self._unpack(flat, x)
+
+    def _exchange(self, buffer: Tensor, blocking: bool) -> Tensor | Handle:
+        args = buffer, self.ranks, self.in_splits, self.out_splits
+        if blocking:
+            return self.transport.all_to_all(*args, tag=self.tag)
+        return self.transport.all_to_all_async(*args, tag=self.tag)
+
+    def _unpack(self, flat: Tensor, x: Tensor) -> Tensor:
+        parts: list[tuple[int, Box, Tensor]] = [
+            (k, box, x[within(self._held, box)]) for box, k in self._kept
+        ]
+        start = 0
+        for _, box, k in self._takes:
+            count = math.prod(box[1])
+            parts.append((k, box, flat[start : start + count].view(box[1])))
+            start += count
+        out = torch.empty(self.shape, dtype=x.dtype, device=x.device)
+        op = self.exchange.op
+        if not parts:
+            return out.zero_()
+        if op is None:
+            for _, box, part in parts:
+                out[within(self._need, box)] = part
+            return out
+        count = math.prod(self.exchange.src.mesh.shape[a] for a in self.exchange.settled)
+        total = Accumulator(out, op, count)
+        for k, box, part in sorted(parts, key=lambda p: p[0]):
+            total.take(within(self._need, box), part, k == 0)
+        return total.result()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Exchange, and wait for it."""
+        got, finish = self.start(x)
+        assert isinstance(got, Tensor), "blocking"
+        return finish(got)
+
+
+def within(base: Box, part: Box) -> Slices:
+    """Where a box lies inside a larger one."""
+    return tuple(slice(o - b, o - b + s) for o, b, s in zip(part[0], base[0], part[1]))
+
+
+def _tiles(parts: Sequence[Box], whole: Box) -> bool:
+    """Whether the parts, one after the other, are the whole in row-major memory."""
+    begun = 0
+    for offsets, sizes in parts:
+        stride, at, cut = 1, 0, False
+        for d in range(len(sizes) - 1, -1, -1):
+            if cut and sizes[d] != 1:
+                return False  # its memory has gaps
+            at += (offsets[d] - whole[0][d]) * stride
+            cut = cut or sizes[d] != whole[1][d]
+            stride *= whole[1][d]
+        if at != begun:
+            return False
+        begun += math.prod(sizes)
+    return begun == math.prod(whole[1])
+
+
+def neutral(shape: Any, op: str, x: Tensor) -> Tensor:
+    """A tensor that adds nothing."""
+    return torch.full(shape, NEUTRAL[op], dtype=x.dtype, device=x.device)
