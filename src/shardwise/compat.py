@@ -37,6 +37,7 @@ is_autocast_enabled: Any = torch._C._is_any_autocast_enabled
 autocast_dtype: Any = torch.get_autocast_dtype
 functorch_active: Any = torch._C._functorch.peek_interpreter_stack
 current_graph_task: Any = torch._C._current_graph_task_id
+current_autograd_node: Any = torch._C._current_autograd_node
 # Many tensors as one flat buffer and back, in C++.
 flatten_dense: Any = torch._C._nn.flatten_dense_tensors
 unflatten_dense: Any = torch._C._nn.unflatten_dense_tensors
@@ -329,6 +330,12 @@ def on_transform(begin: Any, end: Any) -> None:
         (vmap, "vmap_increment_nesting"),
     ):
         setattr(module, name, watched(getattr(module, name)))
+
+
+def storage_users(x: torch.Tensor) -> int:
+    """How many tensors share the memory of ``x``, itself included."""
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def direct_op(overload: Any) -> Any:

@@ -1,5 +1,6 @@
 """Parallelism for modules: tensor, sequence, data, fully sharded. Names follow torch's."""
 
+from shardwise.parallel.data import data_parallel
 from shardwise.parallel.plan import loss_parallel, parallelize_module
 from shardwise.parallel.styles import (
     ColwiseParallel,
@@ -19,6 +20,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "data_parallel",
     "loss_parallel",
     "parallelize_module",
 ]

@@ -45,6 +45,11 @@ def no_sync() -> Iterator[None]:
         _NO_SYNC.reset(token)
 
 
+def syncing() -> bool:
+    """Whether gradients are reduced: not within ``no_sync``."""
+    return not _NO_SYNC.get()
+
+
 @contextmanager
 def unwatched() -> Iterator[None]:
     """New leaves keep their gradient in its dual layout, so that nothing is reduced for it."""
@@ -64,6 +69,7 @@ class Leaf:
         grad: The reduced gradient (a local tensor in the leaf's layout), or None.
         pending: What was not reduced yet (in the dual layout), or None.
         hooks: Run after the reduction, with the parameter.
+        owner: Told of a pending gradient, which it reduces in its own time; None: the end of backward does.
         shown: The wrapper last handed out for ``grad``, so that it keeps its identity.
         dual: Layout in which gradients arrive.
         bucket: Whom to reduce with; None if nothing is to be sent.
@@ -77,6 +83,7 @@ class Leaf:
         "grad",
         "hooks",
         "nbytes",
+        "owner",
         "pending",
         "serial",
         "shown",
@@ -99,6 +106,7 @@ class Leaf:
             OrderedDict()
         )  # weakly referenced by handles
         self.shown: Any = None
+        self.owner: Callable[[], None] | None = None
 
     def reduce(self, g: Tensor) -> Tensor:
         """From the dual layout to the leaf's; differentiable."""
@@ -144,6 +152,9 @@ def _arrived(local: Tensor) -> None:
     if leaf.pending is not None:
         g = leaf.pending + g
     leaf.pending, leaf.shown = g, None
+    if leaf.owner is not None:
+        leaf.owner()
+        return
     if _NO_SYNC.get():
         return
     task, waiting = current_graph_task(), leaf.waiting
