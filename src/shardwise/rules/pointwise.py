@@ -87,6 +87,11 @@ def pointwise(*args: Any, **kwargs: Any) -> Rule | None:
     return elementwise(tensor_operands(args, kwargs))
 
 
+def where(condition: Any, *values: Any, **named: Any) -> Rule | None:
+    """A choice between two values; ``where(condition)`` alone lists places, as many as there are."""
+    return pointwise(condition, *values, **named) if values or named else None
+
+
 def linear_unary(x: Arg, *args: Any, **kwargs: Any) -> Rule:
     """Elementwise and linear in its one operand."""
     return elementwise([x], (frozenset([x]),))
@@ -182,7 +187,7 @@ def _names() -> dict[str, Any]:
     }
     names |= {"__sub__": pointwise_sum, "__radd__": pointwise_sum, "__rsub__": pointwise_sum}
     names |= {"__truediv__": pointwise_quotient, "__neg__": linear_unary, "frexp": two_results}
-    names |= {"to": _cast, "type_as": _cast, "_to_copy": _cast, "type": _cast}
+    names |= {"where": where, "to": _cast, "type_as": _cast, "_to_copy": _cast, "type": _cast}
     names.pop("copy", None)
     return names
 
