@@ -2,6 +2,7 @@
 
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.plan import loss_parallel, parallelize_module
+from shardwise.parallel.shard import MixedPrecisionPolicy, fully_shard
 from shardwise.parallel.styles import (
     ColwiseParallel,
     ParallelStyle,
@@ -14,6 +15,7 @@ from shardwise.parallel.styles import (
 
 __all__ = [
     "ColwiseParallel",
+    "MixedPrecisionPolicy",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -21,6 +23,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "data_parallel",
+    "fully_shard",
     "loss_parallel",
     "parallelize_module",
 ]
