@@ -134,8 +134,10 @@ def _gradients(
     *,
     create_graph: bool,
 ) -> list[Tensor | None]:
-    """`torch.autograd.grad` for those that take part, None for the others."""
-    chosen = [(o, s) for o, s in zip(outs, seeds) if s is not None]
+    """`torch.autograd.grad` for those that take part; None where nothing arrives."""
+    chosen = [(o, s) for o, s in zip(outs, seeds) if s is not None and o.requires_grad]
+    if not chosen:  # none depends on the leaves: a gradient that is constant
+        return [None] * len(leaves)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     got = iter(
         torch.autograd.grad(
@@ -161,13 +163,15 @@ def judge(
         combos: Placements of the tensors, each with one per mesh axis.
     """
     n = math.prod(mesh)
+    raised: list[str] = []  # what some rank raised, for when the others wait for it in vain
     try:
-        ranks = library.run(lambda: _on_rank(reference, library, mesh, combos), n)
+        ranks = library.run(lambda: _on_rank(reference, library, mesh, combos, raised), n)
     except Exception as error:
         if len(combos) > 1:
             return [o for combo in combos for o in judge(reference, library, mesh, [combo])]
         verdict = "hang" if isinstance(error, (DeadlockError, AbortedError)) else "error"
-        return [Outcome(mesh, combos[0], verdict, error_text(error))]
+        what = "; before that one raised ".join([error_text(error), *raised[:1]])
+        return [Outcome(mesh, combos[0], verdict, what)]
     return [_merged(list(outcomes)) for outcomes in zip(*ranks)]
 
 
@@ -181,13 +185,18 @@ def _merged(outcomes: list[Outcome]) -> Outcome:
 
 
 def error_text(error: BaseException) -> str:
-    """Class and first line."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
+    """Class and first line; of a deadlock all, since the others say who waits for what."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = " ".join(lines) if isinstance(error, DeadlockError) else lines[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def _on_rank(
-    reference: Reference, library: Library, shape: tuple[int, ...], combos: Sequence[Combo]
+    reference: Reference,
+    library: Library,
+    shape: tuple[int, ...],
+    combos: Sequence[Combo],
+    raised: list[str],
 ) -> list[Outcome]:
     mesh = library.mesh(shape)
     out = []
@@ -201,6 +210,7 @@ def _on_rank(
             raise
         except Exception as error:
             outcome.verdict, outcome.what = "error", error_text(error)
+            raised.append(outcome.what)
         else:
             if differences:
                 outcome.verdict, outcome.what = "wrong", differences[0]
@@ -244,9 +254,8 @@ def _trial(reference: Reference, library: Library, mesh: Any, outcome: Outcome) 
     grads = _gradients(outs, [whole(s) for s in seeds], args, create_graph=reference.twice)
     bad += _compare_gradients("gradient", grads, reference.grads, reference.tol)
     if reference.twice:
-        grads2 = _gradients(
-            grads, [whole(s) for s in reference.seeds2], args, create_graph=False
-        )
+        seeds2 = [None if g is None else whole(s) for g, s in zip(grads, reference.seeds2)]
+        grads2 = _gradients(grads, seeds2, args, create_graph=False)
         bad += _compare_gradients("second gradient", grads2, reference.grads2, reference.tol)
     return bad
 
