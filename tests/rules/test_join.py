@@ -98,6 +98,6 @@ def test_layouts() -> None:
         x = distribute_tensor(rand(4, 6), mesh, [S(0), S(1)])
         y = distribute_tensor(rand(4, 6), mesh, [S(0), S(1)])
         assert torch.stack([x, y]).placements == (S(1), S(2))
-        assert torch.cat([x, y], 1).placements == (S(0), R)
+        assert torch.cat([x, y], 1).placements == (S(0), S(1))
 
     simulate(on_rank, 4)

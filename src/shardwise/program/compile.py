@@ -20,7 +20,7 @@ from shardwise.layout.boxes import contiguous_stride, restride
 from shardwise.layout.layout import Layout
 from shardwise.program.decide import Choice, decide
 from shardwise.program.local import LocalContext
-from shardwise.program.spec import Spec, spec_of
+from shardwise.program.spec import OpenSpec, Spec, spec_of
 from shardwise.rules.notation import ONE, WHOLE, Arg, Rule
 from shardwise.rules.registry import Entry
 
@@ -36,7 +36,7 @@ class Program:
         movers: For each tensor argument its move, or None.
         ctx: Passed first to ``func`` when it is a rule's local program; else None.
         template: Localized plain arguments with ``Slot``s for tensors; None to use the call's own.
-        outs: Specs of the results; None when they are replicated and of a shape known only at run time.
+        outs: Specs of the results; open ones are of a shape known only at run time.
         simple: The hot path may run it: ``target`` on the locals, then wrap the result.
         target: What the hot path calls: the torch function itself, or the local program with its context.
         arg_movers: For each positional argument its move, or None; None when nothing moves.
@@ -185,7 +185,7 @@ def compile_rule(
     kwargs: dict[str, Any],
     transport: Transport,
     known: Sequence[tuple[tuple[int, ...], tuple[int, ...], Any]] | None = None,
-) -> tuple[Program, list[Layout]] | None:
+) -> tuple[Program, list[Any]] | None:
     """The program that a rule gives, and the layouts of its results.
 
     Args:
@@ -221,7 +221,8 @@ def compile_rule(
         None if choice.ins[a] is a.layout else mover(a.layout, choice.ins[a], transport)
         for a in operands
     )
-    layouts = _out_layouts(rule, choice, func, operands, args, kwargs, known)
+    layouts = _out_layouts(rule, choice, func, operands, args, kwargs, transport, known)
+    is_open = any(type(layout) is OpenSpec for layout in layouts)
     program = Program(func, movers)
     program.inplace, program.view = entry.inplace, rule.view
     use_local = choice.local and rule.local is not None
@@ -233,7 +234,7 @@ def compile_rule(
         ctx = LocalContext(
             func,
             tuple(spec_of(choice.ins[a], transport) for a in operands),
-            tuple(spec_of(layout, transport) for layout in layouts),
+            tuple(x if type(x) is OpenSpec else spec_of(x, transport) for x in layouts),
             choice.axes,
             mesh,
             transport,
@@ -246,9 +247,9 @@ def compile_rule(
         local: Any = program.func
         program.target = functools.partial(local, program.ctx)
     sends = program.ctx is not None or any(m is not None and m.communicates for m in movers)
-    if known is None and sends and _torch_refuses(func, operands, args, kwargs):
+    if known is None and sends and not is_open and _torch_refuses(func, operands, args, kwargs):
         return None
-    program.simple = _suits_hot_path(program, args, kwargs)
+    program.simple = not is_open and _suits_hot_path(program, args, kwargs)
     return program, layouts
 
 
@@ -322,15 +323,23 @@ def _out_layouts(
     operands: Sequence[Arg],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    transport: Transport,
     known: Sequence[tuple[tuple[int, ...], tuple[int, ...], Any]] | None = None,
-) -> list[Layout]:
+) -> list[Any]:
     mesh, dtype = operands[0].layout.mesh, operands[0].layout.dtype
     if known is not None:
         return [
             Layout(mesh, dims, partial, *of) for (dims, partial), of in zip(choice.outs, known)
         ]
     strides: list[tuple[int, ...] | None] = [None] * len(rule.outs)
-    shapes = list(rule.out_shapes or _shapes(rule, operands))
+    shapes: list[Any] = list(rule.out_shapes or _shapes(rule, operands))
+    if any(None in shape for shape in shapes):
+        return [
+            OpenSpec(mesh, dims, partial, shape, transport)
+            if None in shape
+            else Layout(mesh, dims, partial, shape, contiguous_stride(shape), dtype)
+            for (dims, partial), shape in zip(choice.outs, shapes)
+        ]
     dense = all(a.layout.is_contiguous for a in operands if a.ndim > 1 or rule.view)
     if rule.out_strides is not None:
         strides = list(rule.out_strides)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwise.comm.transport import Transport
-from shardwise.layout.layout import Layout
+from shardwise.layout.boxes import contiguous_stride
+from shardwise.layout.layout import Dims, Layout, Partials
+from shardwise.layout.mesh import Mesh
 
 MODES = 5  # a program table for each of autocast x strict, and the one of simple programs
 
@@ -111,3 +114,30 @@ def guarded(spec: Spec) -> Spec:
     out = Spec(spec.layout, spec.transport)
     out.guards, out.fast = spec.guards or spec, {}
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSpec:
+    """A result of which some sizes are known only when the call has run; those dims are whole.
+
+    Attributes:
+        mesh: The mesh.
+        dims: For each dim the axes that shard it.
+        partial: For each axis the pending reduction.
+        shape: Global sizes, None where they depend on data.
+        transport: The rank's transport.
+    """
+
+    mesh: Mesh
+    dims: Dims
+    partial: Partials
+    shape: tuple[int | None, ...]
+    transport: Transport
+
+    def of(self, local: torch.Tensor) -> Spec:
+        """The spec of a result, from this rank's piece."""
+        shape = tuple(m if n is None else n for n, m in zip(self.shape, local.shape))
+        layout = Layout(
+            self.mesh, self.dims, self.partial, shape, contiguous_stride(shape), local.dtype
+        )
+        return spec_of(layout, self.transport)

@@ -2,10 +2,12 @@
 
 from shardwise.rules import (  # noqa: F401
     attention,
+    binned,
     conv,
     cross_entropy,
     embedding,
     extremum,
+    found,
     image,
     index,
     join,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.rules.found import taken_by_mask
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, aligned, numbered
 from shardwise.rules.registry import rule
 from shardwise.rules.slicing import basic, by_index, few
@@ -60,9 +61,11 @@ def found_dims(items: Sequence[Item]) -> tuple[list[Rows | New], int]:
 
 
 def lookup_rule(x: Arg, items: list[Item], picked: list[Picked]) -> Rule | None:
-    """Positions in tensors; None for masks, whose result has a size that depends on data."""
+    """Positions in tensors, or a mask over the first dims."""
     if any(p.mask for p in picked):
-        return None
+        first, *rest = items
+        alone = all(isinstance(i, Rows) and i.full for i in rest)
+        return taken_by_mask(x, first.index) if isinstance(first, Picked) and alone else None
     block = tuple(torch.broadcast_shapes(*(p.shape for p in picked)))
     positions = numbered("i", len(block))
     rest, at = found_dims(items)

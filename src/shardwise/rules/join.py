@@ -1,9 +1,16 @@
-"""Tensors joined to one: cat, stack, and their relatives. The dim they are joined on must be whole."""
+"""Tensors joined to one: cat, stack, and their relatives.
+
+Joined on a sharded dim, the result is sharded on it too: each rank fetches the rows of its piece.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
@@ -44,19 +51,30 @@ def _cat(
         return None
     ins: dict[Arg, Labels] = {}
     total = 0
+    cut = len(real) == len(tensors) and all(  # as they are: no dims are added
+        shapes[k] == tensors[k].shape and labels[k] == numbered("d", ndim) for k in real
+    )
     for k, a in enumerate(tensors):
         if k not in real:
             ins[a] = (WHOLE,)
             continue
         total += shapes[k][at]
-        ins[a] = tuple(WHOLE if name == f"d{at}" else name for name in labels[k])
+        ins[a] = labels[k] if cut else tuple(WHOLE if n == f"d{at}" else n for n in labels[k])
     first = shapes[real[0]] if real else (0,)
     if any(n != m for k in real for d, (n, m) in enumerate(zip(shapes[k], first)) if d != at):
         return None
-    out = tuple(WHOLE if d == at else f"d{d}" for d in range(ndim))
+    out = tuple(WHOLE if d == at and not cut else f"d{d}" for d in range(ndim))
     lone = {f"d{d}" for d in range(ndim) if any(f"d{d}" not in labels[k] for k in real)}
     joined = _joined(ins, out, (*first[:at], total, *first[at + 1 :]))
-    return replace(joined, whole=frozenset(lone)) if lone else joined
+    if not cut:
+        return replace(joined, whole=frozenset(lone)) if lone else joined
+    indices, name = [a.index for a in tensors], f"d{at}"
+
+    def local(ctx: Any, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
+        return ctx.joined(indices, at, name)(torch.cat(list(tensors), at))
+
+    # The operands' pieces are of different sizes, and any number of ranks may cut them.
+    return replace(joined, special=frozenset([name]), divides={name: 0}, local=local)
 
 
 @rule(

@@ -86,14 +86,16 @@ class Rule:
             named); "none" if the local program settles it itself.
         whole: Factors that must not be sharded.
         special: Factors that may be sharded only by the ``local`` program.
-        divides: Factors that may be sharded only by a number of ranks that divides this.
+        divides: Factors that may be sharded only by a number of ranks that divides this (0: by any); they
+            may have other sizes in other operands.
         linear: Sets of arguments that may have a pending sum together (the others being whole of it),
             which the results then have.
         addends: Arguments that are added once: kept on one rank where the result becomes a pending sum.
         local: Local program to run in place of the op where a special factor is sharded.
         always_local: Run ``local`` in any case.
         localize: Makes the op's plain arguments local (view sizes, slice bounds).
-        out_shapes: Global shapes of the results, where labels do not tell.
+        out_shapes: Global shapes of the results, where labels do not tell. A size of None is known to the
+            data only, at each run; that dim is whole.
         out_strides: Global strides of the results, where they are not row-major. A local result in another
             order is copied.
         view: The result aliases the first tensor argument.
@@ -111,7 +113,7 @@ class Rule:
     local: LocalProgram | None = None
     always_local: bool = False
     localize: Localize | None = None
-    out_shapes: tuple[tuple[int, ...], ...] | None = None
+    out_shapes: tuple[tuple[Any, ...], ...] | None = None  # of int or None
     out_strides: tuple[tuple[int, ...] | None, ...] | None = None
     view: bool = False
 

@@ -1,19 +1,24 @@
 """Elements moved, dropped or added by their place: triangles, flips, rolls, padding, diagonals, one-hot rows.
 
-A dim whose order changes must be whole; triangles know where a piece begins.
+Over a sharded dim a rank fetches the rows that its piece of the result is made of; triangles know where a
+piece begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from shardwise.rules.found import repeated_each, repeated_numbers
 from shardwise.rules.notation import WHOLE, Arg, Rule, numbered
 from shardwise.rules.registry import rule
-from shardwise.rules.view import one_dim, some_dims, view_of
+from shardwise.rules.rowmap import RowMap, fetched, mapped, padding, reversed_, rolled
+from shardwise.rules.view import ints, one_dim, some_dims, view_of
 
 _T = torch.Tensor
 
@@ -57,56 +62,114 @@ for _name in ("tril", "triu"):
 
 
 # -- other orders of rows --------------------------------------------------------------------------
+def _reversed(x: Arg, dims: Sequence[int]) -> Rule:
+    return mapped(x, {d: reversed_(x.shape[d]) for d in dims})
+
+
 @rule("flip", "aten.flip")
 def flip(input: Arg, *dims: Any, **kwargs: Any) -> Rule | None:
     """Dims reversed."""
     given = dims or tuple(kwargs.values())
     whole = some_dims(given[0] if len(given) == 1 else given, input.ndim)
-    return None if whole is None else kept_whole(input, whole)
+    if whole is None or len(set(whole)) != len(whole) or not input.ndim:
+        return None
+    return _reversed(input, whole)
 
 
 @rule("fliplr")
 def fliplr(input: Arg) -> Rule | None:
     """The second dim reversed."""
-    return kept_whole(input, (1,)) if input.ndim >= 2 else None
+    return _reversed(input, (1,)) if input.ndim >= 2 else None
 
 
 @rule("flipud")
 def flipud(input: Arg) -> Rule | None:
     """The first dim reversed."""
-    return kept_whole(input, (0,)) if input.ndim else None
+    return _reversed(input, (0,)) if input.ndim else None
 
 
 @rule("roll", "aten.roll")
 def roll(input: Arg, shifts: Any = None, dims: Any = None) -> Rule | None:
     """Rows moved along, those that leave the end coming in at the front; without dims, over all elements."""
     if dims is None or dims == () or dims == []:
-        return kept_whole(input, range(input.ndim))
-    whole = some_dims(dims, input.ndim)
-    return None if whole is None else kept_whole(input, whole)
+        return _rolled_flat(input, ints((shifts,)))
+    along, by = some_dims(dims, input.ndim), ints((shifts,))
+    if along is None or by is None or len(along) != len(by) or not input.ndim:
+        return None
+    total = dict.fromkeys(along, 0)
+    for d, n in zip(along, by):
+        total[d] += n
+    return mapped(input, {d: rolled(n, input.shape[d]) for d, n in total.items()})
+
+
+def _rolled_flat(x: Arg, shifts: tuple[int, ...] | None) -> Rule | None:
+    """Over all elements: whole rows of the first dim move, and what is left over goes on to the next row."""
+    if shifts is None or len(shifts) != 1:
+        return None
+    if x.ndim == 1:
+        return mapped(x, {0: rolled(shifts[0], x.shape[0])})
+    made = kept_whole(x, range(x.ndim))
+    if not x.ndim or 0 in x.shape or any(x.layout.dims[1:]):
+        return made
+    rows, left = divmod(shifts[0], math.prod(x.shape[1:]))
+    n = x.shape[0]
+
+    def local(ctx: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        near = fetched(ctx, x, 0, rolled(rows, n), key="near")
+        if not left:
+            return near
+        flat = near.flatten(1)
+        far = fetched(ctx, x, 0, rolled(rows + 1, n), key="far").flatten(1)
+        cut = flat.shape[1] - left
+        return torch.cat((far[:, cut:], flat[:, :cut]), 1).view(near.shape)
+
+    names = ("d0", *[WHOLE] * (x.ndim - 1))
+    return replace(made, ins={x: names}, outs=(names,), special=frozenset(("d0",)), local=local)
 
 
 @rule("rot90")
 def rot90(input: Arg, k: Any = 1, dims: Any = (0, 1)) -> Rule | None:
-    """A plane turned by quarters."""
+    """A plane turned by quarters: reversed and transposed."""
     plane = some_dims(dims, input.ndim)
-    if plane is None or len(plane) != 2 or type(k) is not int:
+    if plane is None or len(plane) != 2 or plane[0] == plane[1] or type(k) is not int:
         return None
-    shape, strides = list(input.shape), None
-    if k % 2:
-        a, b = plane
-        shape[a], shape[b] = shape[b], shape[a]
-        strides = list(input.layout.stride)  # flipped, then transposed
-        strides[a], strides[b] = strides[b], strides[a]
-    made = kept_whole(input, plane, shape)
-    return made if strides is None else replace(made, out_strides=(tuple(strides),))
+    a, b = plane
+    k %= 4
+    turned = ((), (b,), (a, b), (a,))[k]
+    if k % 2 == 0:
+        return _reversed(input, turned)
+    names = numbered("d", input.ndim)
+
+    def swap(given: Sequence[Any]) -> tuple[Any, ...]:
+        out = list(given)
+        out[a], out[b] = out[b], out[a]
+        return tuple(out)
+
+    def local(ctx: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        (d,) = turned
+        x = fetched(ctx, x, d, reversed_(input.shape[d]), out_dim=a if d == b else b)
+        return x.transpose(a, b)
+
+    return Rule(
+        {input: names},
+        (swap(names),),
+        special=frozenset(names[d] for d in turned),
+        linear=(frozenset([input]),),
+        local=local,
+        out_shapes=(swap(input.shape),),
+        out_strides=(swap(input.layout.stride),),
+    )
 
 
 @rule("repeat_interleave")
 def repeat_interleave(
-    input: Arg, repeats: Any, dim: Any = None, *, output_size: Any = None
+    input: Any = None, repeats: Any = None, dim: Any = None, *, output_size: Any = None
 ) -> Rule | None:
-    """Each row several times. A sharded dim stays so where its pieces are equally long."""
+    """Each row several times."""
+    if repeats is None or not isinstance(input, Arg):
+        return repeated_numbers(repeats if input is None else input, output_size)
+    if isinstance(repeats, Arg):
+        return repeated_each(input, repeats, dim, output_size)
     if type(repeats) is not int or repeats < 1 or output_size is not None:
         return None
     if dim is None:
@@ -124,9 +187,11 @@ def repeat_interleave(
     at = one_dim(dim, input.ndim)
     if at is None or not input.ndim:
         return None
-    names = numbered("d", input.ndim)
     shape = (*input.shape[:at], input.shape[at] * repeats, *input.shape[at + 1 :])
-    return view_of(input, names, names, shape, divides={names[at]: input.shape[at]}, view=False)
+    if input.layout.is_even_dim(at):
+        names = numbered("d", input.ndim)
+        return view_of(input, names, names, shape, view=False)
+    return mapped(input, {at: lambda i: i // repeats}, shape)
 
 
 # -- more elements ---------------------------------------------------------------------------------
@@ -143,18 +208,34 @@ def pad(input: Arg, pad: Any, mode: str = "constant", value: Any = None) -> Rule
     if dims > input.ndim:
         return None
     shape = list(input.shape)
-    whole: list[int] = []
+    maps: dict[int, RowMap] = {}
     for k in range(dims):
-        d = input.ndim - 1 - k
+        d, n = input.ndim - 1 - k, shape[input.ndim - 1 - k]
         before, after = pad[2 * k : 2 * k + 2]
         shape[d] += before + after
-        if before or after or mode != "constant":
-            whole.append(d)
-    if any(n < 0 for n in shape):
+        if (
+            mode != "constant"
+            and max(before, after) > (n - (mode == "reflect"))
+            and mode != "replicate"
+        ):
+            return None  # torch refuses
+        if before or after:
+            maps[d] = padding(before, n, mode)
+    if any(n < 0 for n in shape) or mode not in (
+        "constant",
+        "reflect",
+        "replicate",
+        "circular",
+    ):
         return None
-    if mode != "constant" and (input.layout.has_empty() or 0 in shape):
-        return None  # some of these kernels refuse an empty piece
-    return kept_whole(input, whole, shape, linear=mode != "constant" or not value)
+    if mode == "constant":
+        fill = 0 if value is None else value
+        return mapped(input, maps, shape, fill=fill, linear=not fill)
+    if 0 in shape or 0 in input.shape or not 1 <= dims <= 3 or input.ndim - dims not in (1, 2):
+        return None  # torch says what it takes
+    made = mapped(input, maps, shape)
+    empty = input.layout.has_empty()  # some of these kernels refuse an empty piece
+    return replace(made, always_local=empty)
 
 
 @rule("aten.constant_pad_nd")

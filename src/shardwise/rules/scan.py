@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise.rules.notation import WHOLE, Arg, LocalProgram, Rule, numbered
 from shardwise.rules.reduce import dims_of, is_inexact, wide
 from shardwise.rules.registry import rule
+from shardwise.rules.rowmap import counted
 
 
 def _scan(
@@ -128,7 +129,7 @@ for _op in ("max", "min"):
 def diff(
     input: Arg, n: Any = 1, dim: Any = -1, prepend: Any = None, append: Any = None, **more: Any
 ) -> Rule | None:
-    """Along a whole dim; the others stay."""
+    """Over a sharded dim each rank fetches the rows that follow its own; next to others it must be whole."""
     dims = dims_of(input, dim)
     operands = [t for t in (prepend, input, append) if t is not None]
     if not dims or type(dim) is not int or type(n) is not int or n < 1 or more.keys() - {"out"}:
@@ -139,8 +140,26 @@ def diff(
     rest = [t.shape[:d] + t.shape[d + 1 :] for t in operands]
     if any(r != rest[0] for r in rest):
         return None
-    names = tuple(WHOLE if i == d else name for i, name in enumerate(numbered("d", input.ndim)))
+    names = numbered("d", input.ndim)
     length = max(sum(t.shape[d] for t in operands) - n, 0)
     shape = tuple(length if i == d else s for i, s in enumerate(input.shape))
     linear = (frozenset(operands),) if is_inexact(input.dtype) else ()
-    return Rule(dict.fromkeys(operands, names), (names,), linear=linear, out_shapes=(shape,))
+
+    def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
+        def wanted(rank: int) -> Tensor:
+            mine = ctx.piece(0, d, rank)
+            return counted(range(mine.start, mine.stop + n if mine else mine.start))
+
+        return torch.diff(ctx.rows(d, wanted)(input), n, d)
+
+    alone = len(operands) == 1
+    if not alone:
+        names = tuple(WHOLE if i == d else name for i, name in enumerate(names))
+    return Rule(
+        dict.fromkeys(operands, names),
+        (names,),
+        special=frozenset([names[d]] if alone else ()),
+        linear=linear,
+        local=local if alone else None,
+        out_shapes=(shape,),
+    )

@@ -1,7 +1,7 @@
 """Parts of a tensor: slices, single rows, chunks, diagonals, windows.
 
 Over a sharded dim, rows that every rank holds in place stay sharded; few rows become a pending sum of which
-one addend is not zero; many are gathered.
+one addend is not zero; of many each rank fetches those of its piece that it lacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
-from shardwise.rules.subscript import Item, New, Rows, as_slice, parse, stays, taken
+from shardwise.rules.rowmap import RowMap, counted, fetched
+from shardwise.rules.subscript import Item, New, Rows, as_slice, padded, parse, stays, taken
 from shardwise.rules.view import one_dim, view_of
 
 _T = torch.Tensor
@@ -41,6 +42,7 @@ def basic(x: Arg, items: Sequence[Item], rewrite: Rewrite) -> Rule:
     out: list[str] = []
     shape: list[int] = []
     special: set[str] = set()
+    moves: set[str] = set()
     for item in items:
         if isinstance(item, New):
             out.append(ONE)
@@ -55,6 +57,9 @@ def basic(x: Arg, items: Sequence[Item], rewrite: Rewrite) -> Rule:
                 through = name
             elif item.drop or few(len(item.rows), item.size):
                 special.add(name)
+            else:
+                through = name
+                moves.add(name)
         ins.append(name if through == name or name in special else WHOLE)
         if not item.drop:
             out.append(through)
@@ -67,14 +72,16 @@ def basic(x: Arg, items: Sequence[Item], rewrite: Rewrite) -> Rule:
 
     def local(ctx: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
         entries = _entries(ctx, items)
+        at = 0  # the dim of the result
         for k, item in enumerate(items):
-            if (
-                isinstance(item, Rows)
-                and f"d{item.dim}" in special
-                and f"d{item.dim}" in ctx.axes
-            ):
-                x = taken(x, item.dim, ctx.ins[0].offsets[item.dim], item.rows)
-                entries[k] = 0 if item.drop else slice(None)
+            if isinstance(item, Rows) and f"d{item.dim}" in ctx.axes:
+                if f"d{item.dim}" in special:
+                    x = taken(x, item.dim, ctx.ins[0].offsets[item.dim], item.rows)
+                    entries[k] = 0 if item.drop else slice(None)
+                elif f"d{item.dim}" in moves:
+                    x = fetched(ctx, x, item.dim, _numbers(item.rows), out_dim=at)
+                    entries[k] = slice(None)
+            at += not (isinstance(item, Rows) and item.drop)
         return x[tuple(entries)]
 
     sharded = x.layout.is_sharded
@@ -83,10 +90,14 @@ def basic(x: Arg, items: Sequence[Item], rewrite: Rewrite) -> Rule:
         tuple(ins),
         tuple(out),
         shape,
-        special=frozenset(special),
-        local=local if special else None,
+        special=frozenset(special | moves),
+        local=local if special or moves else None,
         localize=localize if sharded else None,
     )
+
+
+def _numbers(rows: range) -> RowMap:
+    return lambda i: rows.start + i * rows.step
 
 
 def _entries(ctx: Any, items: Sequence[Item]) -> list[Any]:
@@ -186,13 +197,25 @@ def slice_(
 
 # -- several pieces --------------------------------------------------------------------------------
 def pieces(x: Arg, dim: int, sizes: Sequence[int]) -> Rule:
-    """Pieces of a dim, which must be whole."""
-    names = tuple(WHOLE if d == dim else f"d{d}" for d in range(x.ndim))
+    """Pieces of a dim; where it is sharded they are too, and one exchange fetches what each rank lacks."""
+    names = numbered("d", x.ndim)
     shapes = tuple((*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in sizes)
+    starts = [0, *itertools.accumulate(sizes)]
+
+    def local(ctx: Any, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        def wanted(rank: int) -> Tensor:
+            parts = [counted(ctx.piece(k, dim, rank)) + starts[k] for k in range(len(sizes))]
+            return torch.cat(parts)
+
+        mine = [out.local_shape[dim] for out in ctx.outs]
+        return tuple(t.contiguous() for t in ctx.rows(dim, wanted)(x).split(mine, dim))
+
     return Rule(
         {x: names},
         (names,) * len(shapes),
         linear=(frozenset([x]),),
+        special=frozenset([names[dim]]),
+        local=local,
         out_shapes=shapes,
         view=True,
     )
@@ -291,16 +314,19 @@ def dsplit(input: Arg, indices_or_sections: Any, **_: Any) -> Rule | None:
 
 @rule("unbind", "aten.unbind.int")
 def unbind(input: Arg, dim: Any = 0) -> Rule | None:
-    """All rows of a dim, which must be whole."""
+    """All rows of a dim, which is gathered: every rank gets all of them."""
     at = one_dim(dim, input.ndim)
     if at is None or not input.ndim or not input.shape[at]:
         return None
-    made = pieces(input, at, [1] * input.shape[at])
-    names = tuple(f"d{d}" for d in range(input.ndim) if d != at)
-    shape = tuple(n for d, n in enumerate(input.shape) if d != at)
     count = input.shape[at]
+    names = tuple(WHOLE if d == at else f"d{d}" for d in range(input.ndim))
+    shape = tuple(n for d, n in enumerate(input.shape) if d != at)
     return Rule(
-        made.ins, (names,) * count, linear=made.linear, out_shapes=(shape,) * count, view=True
+        {input: names},
+        (tuple(n for n in names if n != WHOLE),) * count,
+        linear=(frozenset([input]),),
+        out_shapes=(shape,) * count,
+        view=True,
     )
 
 
@@ -328,13 +354,13 @@ def _diagonal(x: Arg, offset: int, a: int, b: int, positional: bool) -> Rule:
     rows, columns = x.shape[a], x.shape[b]
     length = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
     names = [f"d{d}" for d in range(x.ndim)]
-    last = WHOLE
+    last, in_part = WHOLE, False
     if x.layout.dims[a] and offset >= 0 and length == rows:
         last, names[b] = names[a], WHOLE
     elif x.layout.dims[b] and offset <= 0 and length == columns:
         last, names[a] = names[b], WHOLE
     else:
-        names[a] = names[b] = WHOLE
+        in_part = few(length, x.layout.numel)
 
     def localize(
         ctx: Any, x: Any, *_: Any, **__: Any
@@ -344,16 +370,35 @@ def _diagonal(x: Arg, offset: int, a: int, b: int, positional: bool) -> Rule:
             return (x, mine, a, b), {}
         return (x,), {"offset": mine, "dim1": a, "dim2": b}
 
+    def local(ctx: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        row, column = ctx.ins[0].offsets[a], ctx.ins[0].offsets[b]
+        mine = x.diagonal(offset + row - column, a, b)
+        first = max(row, column - offset) - max(
+            0, -offset
+        )  # which element of the diagonal it is
+        first = min(first, length - mine.shape[-1])
+        more = [mine.detach().new_zeros(*mine.shape[:-1], n) for n in (first, length - first)]
+        return torch.cat((more[0], mine, more[1]), -1).narrow(-1, 0, length)
+
+    ends = (a, b) if last == WHOLE else ()
+    if last == WHOLE and not in_part:
+        names[a] = names[b] = WHOLE
     kept: Labels = tuple(names[d] for d in range(x.ndim) if d not in (a, b))
     shape = (*(n for d, n in enumerate(x.shape) if d not in (a, b)), length)
     return view_of(
-        x, tuple(names), (*kept, last), shape, localize=localize if last != WHOLE else None
+        x,
+        tuple(names),
+        (*kept, last),
+        shape,
+        special=frozenset(f"d{d}" for d in ends if in_part),
+        local=local if in_part else None,
+        localize=localize if last != WHOLE else None,
     )
 
 
 @rule(_T.unfold, "aten.unfold")
 def unfold(input: Arg, dimension: Any, size: Any, step: Any) -> Rule | None:
-    """Windows over a dim, which must be whole."""
+    """Windows over a dim; where it is sharded each rank fetches the rows that its windows reach over."""
     at = one_dim(dimension, input.ndim)
     if (
         at is None
@@ -366,6 +411,20 @@ def unfold(input: Arg, dimension: Any, size: Any, step: Any) -> Rule | None:
     n = input.shape[at]
     if not 0 <= size <= n:
         return None
-    names = tuple(WHOLE if d == at else f"d{d}" for d in range(input.ndim))
+    names = numbered("d", input.ndim)
     shape = (*input.shape[:at], (n - size) // step + 1, *input.shape[at + 1 :], size)
-    return view_of(input, names, (*names, WHOLE), shape)
+
+    def local(ctx: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        def wanted(rank: int) -> Tensor:
+            mine = ctx.piece(0, at, rank)
+            last = (mine.stop - 1) * step + size if mine else mine.start * step
+            return counted(range(mine.start * step, last))
+
+        rows = ctx.rows(at, wanted)(x)
+        if not ctx.outs[0].local_shape[at]:  # no window: one of nothing, cut off
+            return padded(rows, at, size).unfold(at, size, step).narrow(at, 0, 0)
+        return rows.unfold(at, size, step)
+
+    return view_of(
+        input, names, (*names, WHOLE), shape, special=frozenset([names[at]]), local=local
+    )

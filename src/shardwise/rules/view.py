@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
+from shardwise.rules.rowmap import fetched
 
 Shape = tuple[int, ...]
 _T = torch.Tensor
@@ -354,17 +355,27 @@ def expand(input: Arg, *size: Any, implicit: bool = False, **kwargs: Any) -> Rul
 
 def _repeated(x: Arg, times: Shape) -> Rule:
     new = len(times) - x.ndim
-    ins, out, shape = [], [WHOLE] * new, list(times[:new])
-    for d, (n, k) in enumerate(zip(x.shape, times[new:])):
-        ins.append(f"d{d}" if k == 1 else WHOLE)
-        out.append(f"d{d}" if k == 1 else WHOLE)
-        shape.append(n * k)
-    return view_of(x, tuple(ins), tuple(out), shape, view=False)
+    names = numbered("d", x.ndim)
+    ins = tuple(n if k else WHOLE for n, k in zip(names, times[new:]))
+    shape = (*times[:new], *(n * k for n, k in zip(x.shape, times[new:])))
+    more = [d for d, k in enumerate(times[new:]) if k > 1]
+
+    def local(ctx: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        left = list(times)
+        for d in more:
+            if names[d] in ctx.axes:
+                n, left[new + d] = ctx.ins[0].shape[d], 1
+                x = fetched(ctx, x, d, lambda i, n=n: i % max(n, 1), out_dim=new + d)
+        return x.repeat(left)
+
+    special = frozenset(names[d] for d in more)
+    out = (*[WHOLE] * new, *ins)
+    return view_of(x, ins, out, shape, view=False, special=special, local=local)
 
 
 @rule(_T.repeat, "aten.repeat")
 def repeat(input: Arg, *repeats: Any, **kwargs: Any) -> Rule | None:
-    """Copies side by side; dims that are not repeated stay as they are."""
+    """Copies side by side; of a sharded dim each rank fetches the rows of its piece."""
     times = ints(repeats or tuple(kwargs.values()))
     if times is None or len(times) < input.ndim or any(k < 0 for k in times):
         return None

@@ -24,7 +24,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
 from shardwise.program.compile import Program, compile_rule, flat_results, slot
 from shardwise.program.modes import mode, strict_mode
-from shardwise.program.spec import Spec, guarded, program_tables, spec_of
+from shardwise.program.spec import OpenSpec, Spec, guarded, program_tables, spec_of
 from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
 from shardwise.tensor.absent import Absent
@@ -359,11 +359,14 @@ def _check_plain(
 
 
 def _settle_outs(
-    program: Program, layouts: list[Layout], result: Any, transport: Transport
+    program: Program, layouts: list[Any], result: Any, transport: Transport
 ) -> None:
     """Fix the results' specs: the dtype is that of the first local run; the shape must fit the box."""
-    specs: list[Spec] = []
+    specs: list[Any] = []
     for t, layout in zip(flat_results(result), layouts):
+        if type(layout) is OpenSpec:
+            specs.append(layout)
+            continue
         spec = spec_of(layout.with_dtype(t.dtype), transport)
         if t.shape != spec.local_shape and spec.coord is not None:
             raise ShardError(
@@ -424,6 +427,8 @@ def _mark_copies(program: Program, result: Any, call: Call) -> None:
 def _rewrap(result: Any, specs: Any, view: bool) -> Any:
     if isinstance(result, Tensor):
         spec = next(specs)
+        if type(spec) is OpenSpec:
+            spec = spec.of(result)
         if not view:
             result = _in_stride_order(result, spec)
         return wrap(result, spec)
