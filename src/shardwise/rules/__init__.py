@@ -12,6 +12,7 @@ from shardwise.rules import (  # noqa: F401
     index,
     join,
     loss,
+    masked,
     matmul,
     norm,
     ordering,

@@ -8,6 +8,7 @@ gathering the tensor moves less.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 import math
 from typing import Any
 
@@ -17,8 +18,19 @@ from torch import Tensor
 from shardwise.rules.found import taken_by_mask
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, aligned, numbered
 from shardwise.rules.registry import rule
-from shardwise.rules.slicing import basic, by_index, few
-from shardwise.rules.subscript import Item, New, Picked, Rows, bounds, padded, parse, shifted
+from shardwise.rules.rowmap import fetched
+from shardwise.rules.slicing import basic, by_index, few, numbers
+from shardwise.rules.subscript import (
+    Item,
+    New,
+    Picked,
+    Rows,
+    bounds,
+    padded,
+    parse,
+    shifted,
+    taken,
+)
 from shardwise.rules.view import one_dim
 
 _T = torch.Tensor
@@ -72,18 +84,20 @@ def lookup_rule(x: Arg, items: list[Item], picked: list[Picked]) -> Rule | None:
     ins = {item.dim: WHOLE for item in items if not isinstance(item, New)}
     out: list[str] = []
     shape: list[int] = []
+    cut = [i for i in items if isinstance(i, Rows) and not i.full and x.layout.dims[i.dim]]
     for item in rest:
         name = ONE
         if isinstance(item, Rows):
-            name = f"d{item.dim}" if item.full else WHOLE
+            name = f"d{item.dim}" if item.full or item in cut else WHOLE
             ins[item.dim] = name
         out.append(name)
         shape.append(len(item.rows) if isinstance(item, Rows) else 1)
     out[at:at] = positions
     shape[at:at] = block
     special = _looked_up_in_part(x, [p.dim for p in picked], math.prod(shape))
-    for d in special:
+    for d in (*special, *(i.dim for i in cut)):
         ins[d] = f"d{d}"
+    places = {i.dim: k for k, i in enumerate([*rest[:at], *block, *rest[at:]]) if i in cut}
     labels = {x: tuple(ins[d] for d in range(x.ndim))}
     labels |= {p.index: aligned(p.index, positions) for p in picked if isinstance(p.index, Arg)}
     after = len(rest) - at
@@ -91,16 +105,21 @@ def lookup_rule(x: Arg, items: list[Item], picked: list[Picked]) -> Rule | None:
     def local(ctx: Any, x: Tensor, index: Any, *_: Any, **__: Any) -> Tensor:
         listed = ctx.func is torch.ops.aten.index.Tensor
         index = tuple(slice(None) if i is None else i for i in index) if listed else index
-        return _masked_lookup(ctx, x, index, special, after)
+        for i in cut:  # rows that are taken of sharded dims, first
+            if f"d{i.dim}" in ctx.axes and i.drop:
+                x = taken(x, i.dim, ctx.ins[0].offsets[i.dim], i.rows)
+            elif f"d{i.dim}" in ctx.axes:
+                x = fetched(ctx, x, i.dim, numbers(i.rows), out_dim=places[i.dim])
+        return _masked_lookup(ctx, x, index, special, after, frozenset(i.dim for i in cut))
 
     listed = any(isinstance(p.index, list) and len(p.index) > 1 for p in picked)
     return Rule(
         labels,
         (tuple(out),),
         whole=frozenset(positions[-1:]) if listed else frozenset(),  # a list cannot be cut
-        special=frozenset(f"d{d}" for d in special),
+        special=frozenset(f"d{d}" for d in (*special, *(i.dim for i in cut))),
         linear=(frozenset([x]),),
-        local=local if special else None,
+        local=local if special or cut else None,
         out_shapes=(tuple(shape),),
     )
 
@@ -110,7 +129,10 @@ def _looked_up_in_part(x: Arg, dims: Sequence[int], results: int) -> list[int]:
     return [d for d in dims if x.layout.dims[d]] if few(results, x.layout.numel) else []
 
 
-def _masked_lookup(ctx: Any, x: Tensor, index: Any, special: list[int], after: int) -> Tensor:
+def _masked_lookup(
+    ctx: Any, x: Tensor, index: Any, special: list[int], after: int, taken: frozenset[int]
+) -> Tensor:
+    """Look up, with zeros for what other ranks hold; the dims of ``taken`` hold just the rows asked for."""
     spec = ctx.ins[0]
     items = parse(spec.shape, index)
     assert items is not None, "the rule has read the same expression"
@@ -131,6 +153,8 @@ def _masked_lookup(ctx: Any, x: Tensor, index: Any, special: list[int], after: i
             entries.append(at)
         elif isinstance(item, New):
             entries.append(None)
+        elif isinstance(item, Rows) and item.dim in taken and f"d{item.dim}" in ctx.axes:
+            entries.append(0 if item.drop else slice(None))
         elif isinstance(item, Rows):
             entries.append(bounds(item))
         else:
@@ -183,6 +207,7 @@ def _along(
     x: Arg, index: Arg, at: int, ins: Labels, positions: Labels, shape: tuple[int, ...]
 ) -> Rule:
     """Element-wise lookup along a dim: ``gather`` and ``take_along_dim``."""
+    broadcast = ONE in ins or ONE in positions
     part = bool(_looked_up_in_part(x, [at], math.prod(shape)))
     names = (*ins[:at], f"d{at}" if part else WHOLE, *ins[at + 1 :])
 
@@ -191,7 +216,8 @@ def _along(
         spec = ctx.ins[0]
         x = padded(x, at) if spec.local_shape[at] == 0 else x
         where, keep = shifted(index, spec.offsets[at], spec.local_shape[at], spec.shape[at])
-        return only(keep, torch.gather(x, at, where))
+        found = torch.take_along_dim(x, where, at) if broadcast else torch.gather(x, at, where)
+        return only(keep, found)
 
     return Rule(
         {x: names, index: positions},
@@ -249,17 +275,57 @@ def take_along_dim(input: Arg, indices: Any, dim: Any = None) -> Rule | None:
 
 def _broadcast_along(x: Arg, index: Arg, at: int) -> Rule:
     names = numbered("d", x.ndim)
-    ins = tuple(
-        WHOLE if d == at else ONE if n == 1 else names[d] for d, n in enumerate(x.shape)
-    )
-    positions = tuple(
-        "i" if d == at else ONE if n == 1 else names[d] for d, n in enumerate(index.shape)
-    )
     shape = tuple(
         index.shape[d] if d == at else max(a, b) if 0 not in (a, b) else 0
         for d, (a, b) in enumerate(zip(x.shape, index.shape))
     )
+    ins = tuple(ONE if n == 1 and d != at else names[d] for d, n in enumerate(x.shape))
+    positions = tuple(
+        "i" if d == at else ONE if n == 1 else names[d] for d, n in enumerate(index.shape)
+    )
     out = tuple("i" if d == at else names[d] for d in range(x.ndim))
+    return replace(_along(x, index, at, ins, positions, shape), outs=(out,))
+
+
+# -- over all elements -----------------------------------------------------------------------------
+def in_piece(ctx: Any, index: Tensor, elsewhere: int) -> tuple[Tensor, Tensor]:
+    """Positions among all elements as positions in this rank's piece of the first argument, and which are in it."""
+    spec = ctx.ins[0]
+    total = math.prod(spec.shape)
+    bad = (index < -total) | (index >= total)
+    rest = torch.where(index < 0, index + total, index)
+    inside, place, step = ~bad, torch.zeros_like(index), 1
+    sizes = zip(reversed(spec.shape), reversed(spec.offsets), reversed(spec.local_shape))
+    for n, start, count in sizes:
+        at = rest % max(n, 1) - start
+        rest = rest // max(n, 1)
+        inside = inside & (at >= 0) & (at < count)
+        place = place + at * step
+        step *= count
+    place = torch.where(inside, place, elsewhere)
+    return torch.where(bad, math.prod(spec.local_shape) + 2, place), inside
+
+
+@rule("take", "aten.take")
+def take(input: Arg, index: Any) -> Rule | None:
+    """Elements by their places among all, of which each rank looks up those that it holds."""
+    if not isinstance(index, Arg) or index is input or index.dtype is not torch.int64:
+        return None
+    if 0 in input.shape:
+        return None
+    positions = numbered("i", index.ndim)
+    part = few(index.layout.numel, input.layout.numel)
+    names = numbered("d", input.ndim) if part else (WHOLE,) * input.ndim
+
+    def local(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        place, inside = in_piece(ctx, index, 0)
+        return only(inside, torch.take(padded(x.reshape(-1), 0), place))
+
     return Rule(
-        {x: ins, index: positions}, (out,), linear=(frozenset([x]),), out_shapes=(shape,)
+        {input: names, index: positions},
+        (positions,),
+        special=frozenset(names) - {WHOLE},
+        linear=(frozenset([input]),),
+        local=local if part else None,
+        out_shapes=(index.shape,),
     )

@@ -7,12 +7,14 @@ ranks hold go to a row of their own, which is cut off again. Sums of sharded con
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.rules.index import found_dims
+from shardwise.rules.masked import filled_by_mask
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
 from shardwise.rules.slicing import few
@@ -42,7 +44,7 @@ def setitem(x: Any, index: Any, value: Any) -> Rule | None:
         return None
     picked = [item for item in items if isinstance(item, Picked)]
     if any(p.mask for p in picked):
-        return _masked_write(x, items, value)
+        return _masked_write(x, items, value, True)
     if picked:
         return _written_at(x, items, picked, value, _set_at)
     return _written_rows(x, items, value)
@@ -150,8 +152,8 @@ def _cut_value(
     return value
 
 
-def _masked_write(x: Arg, items: list[Item], value: Any) -> Rule | None:
-    """A mask over the first dims, and one value for all that it hits (or one for each later dim)."""
+def _masked_write(x: Arg, items: list[Item], value: Any, in_place: bool) -> Rule | None:
+    """A mask over the first dims, and one value for all that it hits (or one for each later dim), or for each."""
     first = items[0]
     if (
         not isinstance(first, Picked)
@@ -162,8 +164,10 @@ def _masked_write(x: Arg, items: list[Item], value: Any) -> Rule | None:
     names = numbered("d", x.ndim)
     count = len(first.shape)
     more = max(value.ndim - (x.ndim - count), 0) if isinstance(value, Arg) else 0
+    if more == 1 and value.shape[0] != 1 and value.shape[1:] == x.shape[count:]:
+        return filled_by_mask(x, first.index, value, in_place)
     if more and any(n != 1 for n in value.shape[:more]):
-        return None  # one value per hit: their number is known to the data only
+        return None  # torch refuses
     ins = {x: names, first.index: names[:count]}
     return _written(x, value, ins, names[count:])
 
@@ -171,9 +175,10 @@ def _masked_write(x: Arg, items: list[Item], value: Any) -> Rule | None:
 def _written_at(
     x: Arg, items: list[Item], picked: list[Picked], value: Any, local: Any
 ) -> Rule | None:
-    """Positions in tensors, which must be whole: all ranks write the same."""
-    if any(isinstance(i, Rows) and not i.full and x.layout.dims[i.dim] for i in items):
-        return None
+    """Positions in tensors, which must be whole: all ranks write the same.
+
+    Ints and slices of sharded dims beside them are cut to the piece.
+    """
     block = len(torch.broadcast_shapes(*(p.shape for p in picked)))
     names = numbered("d", x.ndim)
     rest, at = found_dims(items)
@@ -186,7 +191,11 @@ def _written_at(
         for i in rest
     ]
     out[at:at] = [WHOLE] * block
-    cut = frozenset(names[p.dim] for p in picked)
+    cut = frozenset(
+        names[i.dim]
+        for i in items
+        if isinstance(i, Picked) or (isinstance(i, Rows) and not i.full)
+    )
     return _written(x, value, {x: names}, tuple(out), special=cut, local=local)
 
 
@@ -197,28 +206,54 @@ def _write_at(ctx: Any, x: Tensor, index: Any, value: Any, accumulate: bool = Fa
     assert items is not None, "the rule has read the same expression"
     wide = x
     entries: list[Any] = []
+    cuts: dict[int, tuple[int, int]] = {}  # dims of which the piece has some of the rows
     for item in items:
+        if isinstance(item, New):
+            entries.append(None)
+            continue
+        start, count = spec.offsets[item.dim], spec.local_shape[item.dim]
+        cut = f"d{item.dim}" in ctx.axes
         if isinstance(item, Picked):
             at = (
                 item.index
                 if isinstance(item.index, Tensor)
                 else torch.tensor(item.index, device=x.device)
             )
-            if f"d{item.dim}" in ctx.axes:
-                start, count = spec.offsets[item.dim], spec.local_shape[item.dim]
+            if cut:
                 at, _ = shifted(at, start, count, spec.shape[item.dim], count, wrap=True)
                 wide = padded(wide, item.dim)
             entries.append(at)
-        elif isinstance(item, New):
-            entries.append(None)
-        else:
+        elif item.full or not cut:
             entries.append(bounds(item))
+        elif item.drop:
+            row = item.rows.start - start
+            entries.append(row if 0 <= row < count else count)
+            wide = padded(wide, item.dim)
+        else:
+            i, j = held(item.rows, start, count)
+            entries.append(as_slice(item.rows[i:j], start))
+            cuts[item.dim] = i, j
+    if cuts and isinstance(value, Tensor) and value.ndim:
+        value = _rows_beside(value, items, cuts)
     if accumulate:
         indices = [None if isinstance(e, slice) else e for e in entries]
         torch.ops.aten.index_put_.default(wide, indices, value, True)
     else:
         wide[tuple(entries)] = value
     return wide[tuple(slice(0, n) for n in x.shape)]
+
+
+def _rows_beside(value: Tensor, items: list[Item], cuts: dict[int, tuple[int, int]]) -> Tensor:
+    """The part of a value for the rows that a piece has of dims that stand beside positions."""
+    picked = [item.shape for item in items if isinstance(item, Picked)]
+    rest, at = found_dims(items)
+    places: list[Any] = [*rest[:at], *torch.broadcast_shapes(*picked), *rest[at:]]
+    for k, item in enumerate(reversed(places)):
+        d = value.ndim - 1 - k
+        if d >= 0 and isinstance(item, Rows) and item.dim in cuts and value.shape[d] != 1:
+            i, j = cuts[item.dim]
+            value = value.narrow(d, i, j - i)
+    return value
 
 
 # -- index_put -------------------------------------------------------------------------------------
@@ -234,7 +269,7 @@ def index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -
     ) -> Tensor:
         return _write_at(ctx, x, _whole_dims(indices), values, accumulate).clone()
 
-    return _index_put(input, indices, values, accumulate, local)
+    return _index_put(input, indices, values, accumulate, local, False)
 
 
 def index_put_(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Rule | None:
@@ -245,10 +280,12 @@ def index_put_(input: Any, indices: Any, values: Any, accumulate: bool = False) 
     ) -> Tensor:
         return x.copy_(_write_at(ctx, x, _whole_dims(indices), values, accumulate))
 
-    return _index_put(input, indices, values, accumulate, local)
+    return _index_put(input, indices, values, accumulate, local, True)
 
 
-def _index_put(x: Any, indices: Any, values: Any, accumulate: bool, local: Any) -> Rule | None:
+def _index_put(
+    x: Any, indices: Any, values: Any, accumulate: bool, local: Any, in_place: bool
+) -> Rule | None:
     if not isinstance(x, Arg) or any(isinstance(i, Arg) and i.ndim == 0 for i in indices):
         return None
     items = parse(x.shape, _whole_dims(indices))
@@ -256,7 +293,7 @@ def _index_put(x: Any, indices: Any, values: Any, accumulate: bool, local: Any) 
     if not items or not picked:
         return None
     if any(p.mask for p in picked):
-        return None if accumulate else _masked_write(x, items, values)
+        return None if accumulate else _masked_write(x, items, values, in_place)
     return _written_at(x, items, picked, values, local)
 
 
@@ -451,9 +488,10 @@ def scatter(
     input: Any, dim: Any, index: Any, src: Any = None, *, value: Any = None, reduce: Any = None
 ) -> Rule | None:
     """Elements replaced by positions along a dim."""
-    if reduce is not None:
-        return None
-    return _elementwise_along(input, dim, index, value if src is None else src, False)
+    made = _elementwise_along(input, dim, index, value if src is None else src, False)
+    if made is None or reduce is None:
+        return made
+    return replace(made, linear=(), addends=frozenset())
 
 
 def scatter_add(input: Any, dim: Any, index: Any, src: Any) -> Rule | None:
@@ -464,9 +502,25 @@ def scatter_add(input: Any, dim: Any, index: Any, src: Any) -> Rule | None:
 def scatter_reduce(
     input: Any, dim: Any, index: Any, src: Any, reduce: Any = None, *, include_self: bool = True
 ) -> Rule | None:
-    """Elements reduced by positions along a dim, which must be whole."""
-    made = _elementwise_along(input, dim, index, src, False, cut=False)
-    return None if made is None else Rule(made.ins, made.outs, out_shapes=made.out_shapes)
+    """Elements reduced by positions along a dim; a sum like ``scatter_add``."""
+    if reduce == "sum" and include_self:
+        return _elementwise_along(input, dim, index, src, True)
+    made = _elementwise_along(input, dim, index, src, False)
+    return None if made is None else replace(made, linear=(), addends=frozenset())
+
+
+def index_reduce(
+    input: Any,
+    dim: Any,
+    index: Any,
+    source: Any,
+    reduce: Any = None,
+    *,
+    include_self: bool = True,
+) -> Rule | None:
+    """Rows reduced by positions."""
+    made = _by_vector(input, dim, index, source, False)
+    return None if made is None else replace(made, linear=(), addends=frozenset())
 
 
 _register("index_add", index_add, _added_in_place(index_add))
@@ -474,7 +528,8 @@ _register("index_copy", index_copy)
 _register("index_fill", index_fill)
 _register("scatter", scatter)
 _register("scatter_add", scatter_add, _added_in_place(scatter_add))
-_register("scatter_reduce", scatter_reduce)
+_register("scatter_reduce", scatter_reduce, _added_in_place(scatter_reduce))
+_register("index_reduce", index_reduce)
 
 
 # -- a part replaced, without writing --------------------------------------------------------------

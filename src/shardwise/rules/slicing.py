@@ -79,7 +79,7 @@ def basic(x: Arg, items: Sequence[Item], rewrite: Rewrite) -> Rule:
                     x = taken(x, item.dim, ctx.ins[0].offsets[item.dim], item.rows)
                     entries[k] = 0 if item.drop else slice(None)
                 elif f"d{item.dim}" in moves:
-                    x = fetched(ctx, x, item.dim, _numbers(item.rows), out_dim=at)
+                    x = fetched(ctx, x, item.dim, numbers(item.rows), out_dim=at)
                     entries[k] = slice(None)
             at += not (isinstance(item, Rows) and item.drop)
         return x[tuple(entries)]
@@ -96,7 +96,8 @@ def basic(x: Arg, items: Sequence[Item], rewrite: Rewrite) -> Rule:
     )
 
 
-def _numbers(rows: range) -> RowMap:
+def numbers(rows: range) -> RowMap:
+    """From the rows of a result to those that are taken."""
     return lambda i: rows.start + i * rows.step
 
 

@@ -71,7 +71,8 @@ def parse(shape: Sequence[int], index: Any) -> list[Item] | None:
     """The items of an index expression on a tensor of this shape; every dim is covered once, in order.
 
     Returns:
-        None if it is out of range, or not for a rule: scalars that are read (0-d tensors, bools).
+        None if it is out of range, or not for a rule: bools, positions of different numbers of dims of
+        which some have none (torch reads those first).
     """
     given = list(index) if type(index) is tuple else [index]
     used = [_covered(i) for i in given]
@@ -91,7 +92,8 @@ def parse(shape: Sequence[int], index: Any) -> list[Item] | None:
                 return None
             items.append(item)
             dim += _covered(one) or 0
-    return items
+    picked = [item.shape for item in items if isinstance(item, Picked)]
+    return None if () in picked and any(picked) else items
 
 
 def _is_tensor(i: Any) -> bool:
@@ -110,7 +112,7 @@ def _covered(i: Any) -> int | None:
     if _is_tensor(i):
         if i.dtype in (torch.bool, torch.uint8):
             return i.ndim or None
-        return 1 if i.ndim else None
+        return 1
     if isinstance(i, list) and i and all(type(n) is int for n in i):
         return 1
     return None
