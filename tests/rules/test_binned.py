@@ -27,7 +27,7 @@ def test_places() -> None:
             torch.searchsorted(b, x),
             torch.bucketize(x, b, right=True),
             torch.searchsorted(b, x, side="right", out_int32=True),
-            torch.searchsorted(b, 0.3),
+            torch.searchsorted(b, 0.4),
         ),
         X,
         EDGES,
