@@ -377,3 +377,8 @@ def tensor_builders(dtype: Any) -> tuple[Any, Any, int, tuple[Any, ...]]:
     if name is not None and hasattr(torch, name):
         return _utils._rebuild_tensor_v2, getattr(torch, name), 1, ()
     return _utils._rebuild_tensor_v3, torch.UntypedStorage, dtype.itemsize, (dtype,)
+
+
+def storage_id(x: Any) -> int:
+    """What two tensors have in common that share their memory, empty ones included."""
+    return x.untyped_storage()._cdata

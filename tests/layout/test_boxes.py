@@ -1,7 +1,9 @@
 """Cutting: as torch.chunk does, axis after axis."""
 
 import itertools
+import math
 
+import pytest
 import torch
 
 from shardwise.layout import boxes
@@ -39,3 +41,27 @@ def test_strides():
     assert boxes.restride((2, 3, 4, 5), last.stride()) == last.stride()
     assert boxes.restride((2, 3), (1, 2)) == (1, 2)
     assert boxes.restride((4, 3), torch.empty(1, 3).expand(4, 3).stride()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(), (1,), (7,), (3, 4), (2, 3, 5), (4, 1, 6), (1, 1, 1), (2, 2, 2, 3)]
+)
+@pytest.mark.parametrize("limit", [1, 2, 5, 6, 100])
+def test_runs_follow_memory(sizes, limit):
+    x = torch.arange(math.prod(sizes)).reshape(sizes)
+    pieces = [
+        x[boxes.slices(box, ((0,) * len(sizes), sizes))].reshape(-1)
+        for box in boxes.runs(sizes, limit)
+    ]
+    assert torch.equal(torch.cat(pieces), x.reshape(-1))
+    assert max(p.numel() for p in pieces) <= limit
+
+
+def test_nothing_has_no_runs():
+    assert boxes.runs((3, 0, 2), 4) == []
+
+
+def test_overlaps():
+    assert boxes.overlap(((0, 2), (4, 3)), ((3, 0), (5, 4))) == ((3, 2), (1, 2))
+    assert boxes.overlap(((0, 2), (4, 3)), ((4, 0), (5, 4))) is None
+    assert boxes.overlap(((), ()), ((), ())) == ((), ())

@@ -9,6 +9,7 @@ Invariant: the boxes of all ranks tile the tensor exactly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+import itertools
 
 Range = tuple[int, int]  # offset, size
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -105,3 +106,43 @@ def restride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
         out[d] = stride
         stride *= max(shape[d], 1)
     return tuple(out)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box that two boxes share; None if they share no element."""
+    both = intersect(a, b)
+    return None if 0 in both[1] else both
+
+
+def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in a larger one, as an index."""
+    return tuple(
+        slice(start - base, start - base + n)
+        for start, n, base in zip(inner[0], inner[1], outer[0])
+    )
+
+
+def runs(sizes: Sequence[int], limit: int) -> list[Box]:
+    """Cut a row-major block into boxes that are contiguous in memory, of ``limit`` elements at most.
+
+    They come in the order of memory, and have one element at least.
+    """
+    if 0 in sizes:
+        return []
+    dim, inner = 0, 1
+    for n in sizes[1:]:
+        inner *= n
+    while inner > limit and dim < len(sizes) - 1:
+        dim += 1
+        inner //= sizes[dim]
+    if not sizes:
+        return [((), ())]
+    step = max(1, limit // inner)
+    out: list[Box] = []
+    for lead in itertools.product(*(range(n) for n in sizes[:dim])):
+        for start in range(0, sizes[dim], step):
+            rest = len(sizes) - dim - 1
+            offsets = (*lead, start, *(0,) * rest)
+            held = (*(1,) * dim, min(step, sizes[dim] - start), *sizes[dim + 1 :])
+            out.append((offsets, held))
+    return out

@@ -1,0 +1,170 @@
+"""Modules, optimizers and other keepers of state, where a state is asked for.
+
+```text
+nn.Module            its parameters and buffers, by name
+Optimizer            its state and settings by parameter name; the modules of the same state name them
+has state_dict()     what that gives; load_state_dict() takes it back
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.nested import is_entered, put
+from shardwise.checkpoint.records import Index, KeyPath, TensorEntry
+from shardwise.checkpoint.state_dict import (
+    get_model_state_dict,
+    optimizer_state,
+    parameter_names,
+    set_model_state_dict,
+    set_optimizers,
+)
+from shardwise.tensor.create import distribute_tensor
+from shardwise.tensor.dtensor import DTensor
+
+
+def unfold(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with every keeper of state replaced by its state."""
+    names = _names(state)
+    return _copied(state, lambda path, keeper: _state_of(keeper, names))
+
+
+def unfold_for(state: Mapping[str, Any], index: Index) -> tuple[dict[str, Any], list[str]]:
+    """The state to load into: what an optimizer does not have yet is made from what is stored.
+
+    Returns:
+        The state, and prefixes of keys that nobody misses if they are not loaded.
+    """
+    names = _names(state)
+    quiet: list[str] = []
+
+    def made(path: KeyPath, keeper: Any) -> Any:
+        if not isinstance(keeper, Optimizer):
+            return _state_of(keeper, names)
+        quiet.append(".".join(map(str, path)) + ".")
+        return _optimizer_template(keeper, names, index, path)
+
+    return _copied(state, made), quiet
+
+
+def fold(state: Any, loaded: Any) -> None:
+    """Give what was loaded back to the containers and keepers of a state."""
+    names = _names(state)
+    _fold(state, loaded, names)
+
+
+def is_keeper(value: Any) -> bool:
+    """Whether a value keeps a state of its own."""
+    if isinstance(value, (Tensor, Mapping, type)):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def _copied(value: Any, make: Any, path: KeyPath = ()) -> Any:
+    """Containers copied, keepers replaced."""
+    if isinstance(value, Mapping):
+        return {k: _copied(v, make, (*path, str(k))) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_copied(v, make, (*path, i)) for i, v in enumerate(value)]
+    return make(path, value) if is_keeper(value) else value
+
+
+def _state_of(keeper: Any, names: Mapping[int, str]) -> Any:
+    if isinstance(keeper, nn.Module):
+        return get_model_state_dict(keeper)
+    if isinstance(keeper, Optimizer):
+        return optimizer_state(names, keeper)
+    return keeper.state_dict()
+
+
+def _modules(value: Any, path: KeyPath = ()) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        yield ".".join(map(str, path)), value
+    elif isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from _modules(v, (*path, str(k)))
+    elif isinstance(value, list):
+        for i, v in enumerate(value):
+            yield from _modules(v, (*path, i))
+
+
+def _names(state: Any) -> dict[int, str]:
+    """The names of all parameters of a state's modules; of several modules with the module's key before."""
+    modules = list(_modules(state))
+    out: dict[int, str] = {}
+    for key, module in modules:
+        for p, name in parameter_names(module).items():
+            out.setdefault(p, name if len(modules) == 1 else f"{key}.{name}")
+    return out
+
+
+def _optimizer_template(
+    optimizer: Optimizer, names: Mapping[int, str], index: Index, path: KeyPath
+) -> dict[str, Any]:
+    template = optimizer_state(names, optimizer)
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    state = {name: values for name, values in template["state"].items() if name in parameters}
+    out: dict[str, Any] = {"state": {}, "param_groups": None}
+    depth = len(path)
+    for key, entry in index.entries.items():
+        at = index.paths.get(key, (key,))
+        if at[:depth] != path or len(at) < depth + 2:
+            continue
+        inner = at[depth:]
+        if inner[0] == "param_groups":
+            out["param_groups"] = out["param_groups"] or []
+            put(out, inner, None)
+        elif inner[0] == "state" and len(inner) == 3 and inner[1] in parameters:
+            name, what = str(inner[1]), str(inner[2])
+            have = state.get(name, {}).get(what)
+            if isinstance(entry, TensorEntry) and not _fits(have, entry):
+                have = _blank(entry, parameters[name])
+            out["state"].setdefault(name, {})[what] = have
+    return out
+
+
+def _fits(have: Any, entry: TensorEntry) -> bool:
+    return isinstance(have, Tensor) and (tuple(have.shape), have.dtype) == (
+        entry.shape,
+        entry.dtype,
+    )
+
+
+def _blank(entry: TensorEntry, p: Tensor) -> Tensor:
+    """Memory for a tensor of an optimizer's state: like its parameter, if it is as large."""
+    device = p._spec.layout.mesh.device_type if isinstance(p, DTensor) else p.device
+    if not entry.shape:
+        return torch.empty((), dtype=entry.dtype)
+    if not isinstance(p, DTensor):
+        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    layout = p._spec.layout if entry.shape == tuple(p.shape) else None
+    outline = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    return distribute_tensor(outline, p.device_mesh, layout)  # made real when it is loaded
+
+
+def _fold(state: Any, loaded: Any, names: Mapping[int, str]) -> None:
+    target: Any = state
+    items: list[tuple[Any, Any]] = list(
+        state.items() if isinstance(state, Mapping) else enumerate(state)
+    )
+    for k, value in items:
+        new = loaded[k]
+        keeper: Any = value
+        if isinstance(value, nn.Module):
+            set_model_state_dict(value, new)
+        elif isinstance(value, Optimizer):
+            set_optimizers(names, value, new)
+        elif is_keeper(value):
+            keeper.load_state_dict(new)
+        elif isinstance(value, Mapping) or (isinstance(value, list) and is_entered(value)):
+            _fold(value, new, names)
+        elif value is not new:
+            target[k] = new

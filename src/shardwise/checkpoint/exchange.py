@@ -1,0 +1,151 @@
+"""Boxes of tensors from the ranks that have them to the ranks that want them, in rounds of bounded memory.
+
+```text
+   sources   (key, box) on one rank       a block of a file, or a shard in memory
+   targets   (key, box) on some ranks     a shard to fill, or a block to write
+   transfer  what a source and a target share: one box
+   round     transfers whose bytes fit the budget on every rank: one all_to_all
+```
+
+What stays on its rank is copied directly and needs no memory. All ranks work out the same rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.transport import Transport
+from shardwise.layout.boxes import Box, overlap
+
+_ALIGN = 16  # the largest element
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A box that one rank has."""
+
+    key: str
+    box: Box
+    rank: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A box that goes from a source to a rank."""
+
+    source: int
+    key: str
+    box: Box
+    src: int
+    dst: int
+    dtype: torch.dtype
+    nbytes: int  # as sent, padded
+
+
+def plan(
+    sources: Sequence[Source], targets: Mapping[str, Mapping[Box, Iterable[int]]]
+) -> list[Transfer]:
+    """Every transfer, in the order of the sources."""
+    out = []
+    for i, source in enumerate(sources):
+        for box, ranks in targets[source.key].items():
+            shared = overlap(source.box, box)
+            if shared is None:
+                continue
+            nbytes = math.prod(shared[1]) * source.dtype.itemsize
+            padded = nbytes + -nbytes % _ALIGN
+            out += [
+                Transfer(i, source.key, shared, source.rank, dst, source.dtype, padded)
+                for dst in ranks
+            ]
+    return out
+
+
+def rounds(transfers: Iterable[Transfer], size: int, budget: int) -> list[list[Transfer]]:
+    """Cut a list of transfers so that no rank sends or receives more than ``budget`` bytes in a round.
+
+    A transfer that is larger has a round to itself.
+    """
+    out: list[list[Transfer]] = []
+    now: list[Transfer] = []
+    sent, received = [0] * size, [0] * size
+    for t in transfers:
+        if t.src != t.dst:
+            full = sent[t.src] + t.nbytes > budget or received[t.dst] + t.nbytes > budget
+            if full and now:
+                out.append(now)
+                now, sent, received = [], [0] * size, [0] * size
+            sent[t.src] += t.nbytes
+            received[t.dst] += t.nbytes
+        now.append(t)
+    return [*out, now] if now else out
+
+
+def exchange(
+    transport: Transport,
+    work: Iterable[list[Transfer]],
+    fetch: Callable[[Transfer], Tensor],
+    store: Callable[[Transfer, Tensor], None],
+    device: torch.device,
+    after: Callable[[], None] | None = None,
+) -> None:
+    """Carry out rounds of transfers.
+
+    Args:
+        transport: This rank's transport.
+        work: The rounds, the same on all ranks.
+        fetch: The box of a transfer, of a source on this rank.
+        store: Takes the box of a transfer to this rank.
+        device: Where the bytes lie when they are exchanged.
+        after: Called after each round.
+    """
+    ranks, rank = tuple(range(transport.world_size)), transport.rank
+    for one in work:
+        leaving: list[list[Transfer]] = [[] for _ in ranks]
+        coming: list[list[Transfer]] = [[] for _ in ranks]
+        remote = False
+        for t in one:
+            if t.src == t.dst:
+                if t.src == rank:
+                    store(t, fetch(t))
+                continue
+            remote = True
+            if t.src == rank:
+                leaving[t.dst].append(t)
+            if t.dst == rank:
+                coming[t.src].append(t)
+        if remote:
+            sizes = [sum(t.nbytes for t in ts) for ts in leaving]
+            packed = _pack([t for ts in leaving for t in ts], fetch, sum(sizes), device)
+            wanted = [sum(t.nbytes for t in ts) for ts in coming]
+            got = transport.all_to_all(packed, ranks, sizes, wanted, tag="checkpoint")
+            del packed
+            at = 0
+            for t in (t for ts in coming for t in ts):
+                n = math.prod(t.box[1]) * t.dtype.itemsize
+                store(t, got[at : at + n].view(t.dtype).view(t.box[1]))
+                at += t.nbytes
+            del got
+        if after is not None:
+            after()
+
+
+def _pack(
+    leaving: list[Transfer],
+    fetch: Callable[[Transfer], Tensor],
+    nbytes: int,
+    device: torch.device,
+) -> Tensor:
+    out = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    at = 0
+    for t in leaving:
+        n = math.prod(t.box[1]) * t.dtype.itemsize
+        out[at : at + n].view(t.dtype).view(t.box[1]).copy_(fetch(t))
+        at += t.nbytes
+    return out
