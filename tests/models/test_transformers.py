@@ -510,6 +510,44 @@ def test_grouped_experts_in_float32() -> None:
     on_mesh((2, 2), on_rank)
 
 
+@pytest.mark.parametrize("cut", ["experts", "columns"])
+def test_experts_cut_over_tp(cut: str) -> None:
+    """Whole experts on a rank, or a part of each; over dp the tokens' products stay with the ranks."""
+    model = MODELS["mixtral"]
+    plain = model.build().float()
+    plain.set_experts_implementation("grouped_mm")
+    plain(**model.inputs).loss.backward()
+    dims = {"experts": (0, 0), "columns": (1, 2)}[cut]
+
+    def on_rank(mesh: Any) -> list[tuple[str, str, int]]:
+        def part(name: str, sub: nn.Module, mesh: Any) -> None:
+            if name.endswith(".experts"):
+                for key, dim in zip(("gate_up_proj", "down_proj"), dims):
+                    w = distribute_tensor(getattr(sub, key).detach(), mesh, [R, S(dim)])
+                    sub.register_parameter(key, nn.Parameter(w))
+
+        net = distribute_module(copy.deepcopy(plain), mesh, part)
+        net.zero_grad()
+        given = placed(model.inputs, mesh, True)
+        net(**given).loss.backward()
+        same_gradients(net, plain, 1e-5)
+        events: list[Any] = []
+        with observe(events.append):
+            net(**given)
+        return [
+            (e.kind, e.tag, math.prod(e.shape))
+            for e in events
+            if isinstance(e, CommEvent) and e.rank == 0
+        ]
+
+    moved = on_mesh((2, 2), on_rank)[0]
+    summed = [n for kind, axis, n in moved if kind == "all_reduce" and axis == "1"]
+    tokens = IDS.numel() // 2
+    hidden, inner = 16 * tokens, 24 * 2 * tokens  # two experts a token
+    gate_and_up = [inner] * 2 * 2 * (cut == "experts")
+    assert sorted(summed) == sorted([hidden] * 2 + gate_and_up)
+
+
 def test_hidden_states_attentions_and_cache() -> None:
     model = MODELS["llama"]
     plain = model.build(attn_implementation="eager")

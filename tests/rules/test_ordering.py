@@ -1,9 +1,11 @@
 """Order statistics: rows stay where they are."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from shardwise import Shard
+from shardwise import Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.testing.sweep import bytes_moved, sweep
 
 S = Shard
@@ -45,3 +47,28 @@ def test_cdist(x: torch.Tensor, p: float) -> None:
     y = torch.randn(1, 2, 4, dtype=torch.float64)
     assert not sweep(lambda x, y: torch.cdist(x, y, p), x, y, meshes=MESHES)
     assert bytes_moved(torch.cdist, [x, x], (2, 2), ((S(0), S(1)), (S(0),))) == 0
+
+
+def test_an_order_along_a_sharded_dim_stays_sharded() -> None:
+    """What has no gradient keeps the layout of what is sorted, also in uneven and empty pieces."""
+    x, n = torch.randn(5, 3, dtype=torch.float64), torch.randint(0, 3, (5, 3))
+
+    def orders(x: Any, n: Any) -> Any:
+        stable = torch.sort(n, dim=0, stable=True)
+        return (
+            torch.argsort(x, 0),
+            torch.argsort(x, dim=-1, descending=True),
+            n.sort(0, descending=True).values,
+            stable,
+            torch.msort(n),
+            x[stable.indices[:, 0]],
+        )
+
+    assert not sweep(orders, x, n, meshes=((4,), (2, 2)), extra=4)
+
+    def on_rank() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        ids = distribute_tensor(n, mesh, [S(0)])
+        assert ids.argsort(0).placements == ids.sort(0).values.placements == (S(0),)
+
+    simulate(on_rank, 2)

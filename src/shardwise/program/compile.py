@@ -247,7 +247,8 @@ def compile_rule(
         local: Any = program.func
         program.target = functools.partial(local, program.ctx)
     sends = program.ctx is not None or any(m is not None and m.communicates for m in movers)
-    if known is None and sends and not is_open and _torch_refuses(func, operands, args, kwargs):
+    asked = known is None and sends and not is_open and not rule.checked
+    if asked and _torch_refuses(func, operands, args, kwargs):
         return None
     program.simple = not is_open and _suits_hot_path(program, args, kwargs)
     return program, layouts

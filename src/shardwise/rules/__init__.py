@@ -8,6 +8,7 @@ from shardwise.rules import (  # noqa: F401
     embedding,
     extremum,
     found,
+    grouped,
     image,
     index,
     join,

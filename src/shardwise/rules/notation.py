@@ -99,6 +99,7 @@ class Rule:
         out_strides: Global strides of the results, where they are not row-major. A local result in another
             order is copied.
         view: The result aliases the first tensor argument.
+        checked: The rule has checked all that torch refuses; the op's meta kernel is not asked.
         gathers: Results whose labels hold no factor that was sharded are equal on all ranks even so.
     """
 
@@ -116,6 +117,7 @@ class Rule:
     out_shapes: tuple[tuple[Any, ...], ...] | None = None  # of int or None
     out_strides: tuple[tuple[int, ...] | None, ...] | None = None
     view: bool = False
+    checked: bool = False
 
 
 def labels(text: str) -> Labels:

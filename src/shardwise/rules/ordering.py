@@ -1,22 +1,56 @@
-"""Sorting and order statistics: along a whole dim, each rank sorts the rows it has."""
+"""Sorting and order statistics: along a whole dim, each rank sorts the rows it has.
+
+Along a sharded dim all of it is needed. What has no gradient (indices, and sorted integers) keeps the layout of
+what is sorted, so that what is picked by it stays sharded: each rank keeps its part of the order.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from shardwise.layout import boxes
 from shardwise.rules.notation import WHOLE, Arg, Rule, aligned, numbered
 from shardwise.rules.reduce import dims_of, kept
 from shardwise.rules.registry import rule
 
 
-def _sorted(input: Arg, dim: Any, results: int) -> Rule | None:
+def _sorted(input: Arg, dim: Any, results: int, values: bool = True) -> Rule | None:
     dims = dims_of(input, dim)
     if dim is None or dims is None:
         return None
-    names = tuple(WHOLE if d in dims else n for d, n in enumerate(numbered("d", input.ndim)))
-    return Rule({input: names}, (names,) * results)
+    names = numbered("d", input.ndim)
+    if not names:
+        return Rule({input: names}, (names,) * results)
+    at = dims[0]
+    if values and (input.dtype.is_floating_point or input.dtype.is_complex):
+        names = (*names[:at], WHOLE, *names[at + 1 :])
+        return Rule({input: names}, (names,) * results)
+
+    def local(ctx: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        got = ctx.func(_all_of(ctx, x, at, names[at]), *args, **kwargs)
+        start, count = ctx.outs[0].offsets[at], ctx.outs[0].local_shape[at]
+        if results == 1:
+            return got.narrow(at, start, count).contiguous()
+        return type(got)([t.narrow(at, start, count).contiguous() for t in got])
+
+    return Rule({input: names}, (names,) * results, special=frozenset([names[at]]), local=local)
+
+
+def _all_of(ctx: Any, x: Tensor, dim: int, factor: str) -> Tensor:
+    """The whole of a dim of the first argument, without a gradient."""
+    spec, axes = ctx.ins[0], ctx.axes[factor]
+    mesh = [ctx.mesh.shape[a] for a in axes]
+    places = itertools.product(*map(range, mesh))
+    sizes = [boxes.nested(spec.shape[dim], mesh, place)[1] for place in places]
+    shape = list(x.shape)
+    shape[dim] = max(sizes) - x.shape[dim]
+    x = x.detach()
+    pieces = ctx.group(factor).gather(torch.cat([x, x.new_zeros(shape)], dim))
+    return torch.cat([p.narrow(dim, 0, n) for p, n in zip(pieces.unbind(), sizes)], dim)
 
 
 def _one_of(input: Arg, dim: Any, keepdim: bool) -> Rule | None:
@@ -48,7 +82,7 @@ def argsort(
     input: Arg, dim: Any = -1, descending: bool = False, stable: Any = None
 ) -> Rule | None:
     """Indices."""
-    return _sorted(input, dim, 1)
+    return _sorted(input, dim, 1, False)
 
 
 @rule("msort", "aten.msort")
