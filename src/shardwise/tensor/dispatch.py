@@ -36,7 +36,7 @@ from shardwise.tensor.explain import located
 from shardwise.tensor.hotkeys import fast_key
 from shardwise.tensor.keywords import ordered, positional
 from shardwise.tensor.overrides import OVERRIDES
-from shardwise.tensor.scalars import INDEXING, with_numbers
+from shardwise.tensor.readings import READING, plain_form
 from shardwise.tensor.strides import agrees, in_order
 from shardwise.tensor.transforms import refuse_tracing
 from shardwise.tensor.whole import check_writable, functional_form, version, write_into, writes
@@ -139,8 +139,9 @@ def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not args:
         args, kwargs = positional(func, kwargs)
-    if func in INDEXING and (read := with_numbers(args)) is not args:
-        return func(*read, **kwargs)
+    if func in READING and (plain := plain_form(func, args)) is not None:
+        func, args = plain
+        return func(*args, **kwargs)
     if writes_to_copy(func, args):
         _check_fresh(args[0])
         return write_to_copy(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""Index expressions with tensors that are read as numbers, and ``where`` that lists places."""
+"""Tensors of which only a number or a dtype is read, and ``where`` that lists places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise import (
     init_device_mesh,
     simulate,
 )
-from shardwise.testing.sweep import sweep
+from shardwise.testing.sweep import bytes_moved, sweep
 
 R, S, P = Replicate(), Shard, Partial()
 X = torch.randn(5, 3, 4, dtype=torch.float64)
@@ -67,6 +67,27 @@ def test_a_plain_tensor_cut_at_a_distributed_bound() -> None:
         n = distribute_tensor(torch.tensor(2), init_device_mesh("cpu", (2,)))
         assert torch.equal(X[:n], X[:2])
         assert isinstance(X[n], DTensor)
+
+    simulate(on_rank, 2)
+
+
+def test_a_cast_to_the_like_of_another_tensor() -> None:
+    """Only its dtype is read: nothing moves, whatever its layout; a plain tensor stays plain."""
+    other = torch.randn(5, 3, 4)
+
+    def like(x: Any, y: Any) -> Any:
+        return x.type_as(y), x.to(y), x.to(y, True, True), y.type_as(y)
+
+    assert not sweep(like, X, other, meshes=((4,), (2, 2)), extra=2, tol=1e-6)
+    for a in (S(0), S(1), P):
+        for b in (S(0), S(1), P):
+            assert bytes_moved(like, [X, other], (2,), ((a,), (b,))) == 0
+
+    def on_rank() -> None:
+        y = distribute_tensor(other, init_device_mesh("cpu", (2,)), [S(0)])
+        for got in (X.type_as(y), X.to(y)):
+            assert type(got) is torch.Tensor
+            assert torch.equal(got, X.float())
 
     simulate(on_rank, 2)
 

@@ -1,4 +1,8 @@
-"""Tensors that an index expression reads as numbers: ``x[i]`` with a 0-d ``i``, ``x[:n]`` with a tensor ``n``."""
+"""Tensor arguments of which only a number or a dtype is read: nothing of their layout matters.
+
+An index expression reads numbers: ``x[i]`` with a 0-d ``i``, ``x[:n]`` with a tensor ``n``. A cast to the like of
+another tensor reads its dtype.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,32 @@ from torch import Tensor
 
 from shardwise.tensor.dtensor import DTensor
 
-INDEXING = frozenset((torch.Tensor.__getitem__, torch.Tensor.__setitem__))
-
+_T = torch.Tensor
+_INDEXING = frozenset((_T.__getitem__, _T.__setitem__))
+_CASTS = frozenset((_T.to, _T.type_as))
+READING = _INDEXING | _CASTS
 _MASKS = (torch.bool, torch.uint8)
 
 
-def with_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def plain_form(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
+    """The same call with what is read in the place of the tensor; None when there is nothing to read.
+
+    Args:
+        func: One of ``READING``.
+        args: Its positional arguments.
+    """
+    if len(args) < 2:
+        return None
+    if func in _INDEXING:
+        read = _with_numbers(args)
+        return None if read is args else (func, read)
+    x, other, *more = args
+    if isinstance(x, Tensor) and isinstance(other, Tensor) and x.device == other.device:
+        return _T.to, (x, other.dtype, *more)
+    return None
+
+
+def _with_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an index expression with such tensors read, as torch reads them: ``x[i]`` is a view.
 
     A plain ``x`` with a distributed ``i`` is left: the result is distributed.
