@@ -549,3 +549,58 @@ def test_three_axes_at_once_are_refused():
             fully_shard(nn.Linear(2, 2), mesh)
 
     shardwise.simulate(rank, 1)
+
+
+@pytest.mark.parametrize("norm", [2.0, 1.0, 3.0, float("inf")])
+def test_clipping_sends_one_message(zoo, norm):
+    """Pieces over dp, over tp, over both, and whole ones, on several meshes."""
+    plain, batch = zoo.GPT().double(), batches_of(4)[0]
+    twin = zoo.copy(plain)
+    zoo.loss_of(twin, *batch).backward()
+    expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm)
+
+    def rank(_):
+        mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ours = zoo.copy(plain)
+        plan = {k: v for k, v in tensor_plan().items() if "attn" not in k}
+        parallelize_module(ours, mesh["tp"], plan)
+        fully_shard(ours.blocks[0], mesh["dp"])
+        fully_shard(ours.norm, mesh["dp"])
+        zoo.loss_of(ours, *batch).backward()
+        nn.utils.clip_grad_norm_(
+            ours.parameters(), 1e9, norm
+        )  # plain numbers are compared once
+        with shardwise.CommLog() as log:
+            total = zoo.whole(nn.utils.clip_grad_norm_(ours.parameters(), 0.1, norm))
+        assert log.on(mesh.get_rank()).count() == 1
+        torch.testing.assert_close(total, expected)
+        zoo.same(zoo.grads(ours), zoo.grads(twin))
+
+    shardwise.simulate(rank, 4)
+
+
+def test_loss_scaling_agrees_on_overflow():
+    """An infinite gradient in one rank's piece skips the step on all; a good step is the unscaled one."""
+
+    def fn(r, mesh):
+        model, twin = shard_stack(stack(2), mesh), stack(2)
+        model.load_state_dict(twin.state_dict())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(2, 8)
+        scales = []
+        for overflow in (True, False):
+            scaler.scale(model(x).square().mean()).backward()
+            if overflow:  # in the last row: in the last rank's piece alone
+                model[0].weight.grad[-1, -1] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        assert scales == [2.0, 2.0]
+        twin(x).square().mean().backward()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        for p, q in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(p.full_tensor(), q)
+
+    run_two(fn)

@@ -1,4 +1,4 @@
-"""``torch._foreach_norm``: local norms, settled with one small all_reduce per group of ranks.
+"""``torch._foreach_norm``: local norms, settled with one small all_reduce, also of tensors on several meshes.
 
 A norm of order p is a sum of p-th powers, so the pieces' norms are raised to p, added over the ranks that
 share the tensor, and rooted; those of order inf are maxima. The result is whole on every rank.
@@ -17,7 +17,9 @@ from torch import Tensor
 from shardwise.comm.execute import Mover, mover
 from shardwise.comm.transport import Transport
 from shardwise.compat import FOREACH
+from shardwise.errors import MeshError
 from shardwise.layout.layout import Layout
+from shardwise.layout.mesh import Mesh, join
 from shardwise.program.modes import mode
 from shardwise.program.spec import Spec, program_tables, spec_of
 from shardwise.tensor.dtensor import DTensor
@@ -35,7 +37,8 @@ class NormPlan:
     Attributes:
         moves: What settles pending reductions; None if there are none.
         parts: (entries, dtype to compute in): one local call each.
-        groups: (ranks, entries) that reduce together.
+        groups: (ranks, entries) that reduce together, and which of the entries count here: of those that
+            some of the ranks hold alike, one rank's do.
         layouts: Layouts of the results, None for a plain tensor.
         specs: The results, after the first run.
         fill: Entries with an empty piece here, which stands for the neutral element.
@@ -43,7 +46,7 @@ class NormPlan:
 
     moves: list[Mover | None] | None = None
     parts: list[tuple[list[int], torch.dtype | None]] = field(default_factory=list)
-    groups: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
+    groups: list[tuple[tuple[int, ...], list[int], list[bool]]] = field(default_factory=list)
     layouts: list[Layout | None] = field(default_factory=list)
     specs: list[Spec | None] | None = None
     fill: list[int] = field(default_factory=list)
@@ -92,7 +95,7 @@ def _plan(
     plan = NormPlan()
     moves: list[Mover | None] = [None] * len(tensors)
     parts: dict[Any, list[int]] = {}
-    groups: dict[Any, list[int]] = {}
+    groups: dict[Any, list[tuple[int, Layout]]] = {}
     for i, t in enumerate(tensors):
         compute = dtype
         if not isinstance(t, DTensor):
@@ -108,15 +111,34 @@ def _plan(
             if axes and t._spec.coord is not None:
                 if (dtype or layout.dtype) in _LOW:
                     compute = torch.float32
-                kind = compute or layout.dtype
-                groups.setdefault((mesh.group_ranks(axes, t._spec.coord), kind), []).append(i)
+                groups.setdefault(compute or layout.dtype, []).append((i, layout))
                 if layout.numel and not t._spec.local_shape.numel():
                     plan.fill.append(i)
         parts.setdefault(compute, []).append(i)
     plan.moves = moves if any(m is not None for m in moves) else None
     plan.parts = [(entries, compute) for compute, entries in parts.items()]
-    plan.groups = [(ranks, entries) for (ranks, _), entries in groups.items()]
+    for entries in groups.values():
+        plan.groups += _together(entries, transport)
     return plan
+
+
+def _together(
+    entries: list[tuple[int, Layout]], transport: Transport
+) -> list[tuple[tuple[int, ...], list[int], list[bool]]]:
+    """One group for all entries where their meshes are slices of one of them; else one per group of ranks."""
+    try:
+        mesh = join([layout.mesh for _, layout in entries])
+    except MeshError:
+        parts: dict[Mesh, list[tuple[int, Layout]]] = {}
+        for i, layout in entries:
+            parts.setdefault(layout.mesh, []).append((i, layout))
+        return [group for part in parts.values() for group in _together(part, transport)]
+    coord = mesh.coordinate_of(transport.rank)
+    assert coord is not None, "a rank on a slice is on the mesh"
+    cut = [{a for on_dim in layout.on(mesh).dims for a in on_dim} for _, layout in entries]
+    axes = tuple(sorted(set().union(*cut)))
+    counts = [all(coord[a] == 0 for a in axes if a not in own) for own in cut]
+    return [(mesh.group_ranks(axes, coord), [i for i, _ in entries], counts)]
 
 
 def _run(
@@ -141,15 +163,23 @@ def _run(
         got = func([locals_[i] for i in entries], ord, dtype=compute)
         for i, t in zip(entries, got):
             norms[i] = t
-    for ranks, entries in plan.groups:
+    for ranks, entries, counts in plan.groups:
         if len(ranks) > 1:
             stacked = torch.stack([norms[i] for i in entries])
+            if not all(counts) and not math.isinf(ord):
+                counted = torch.tensor(counts, device=stacked.device)
+                stacked = torch.where(counted, stacked, _nothing(ord, powers))
             for i, t in zip(entries, _over(stacked, ranks, ord, powers, transport).unbind(0)):
                 norms[i] = t
         for i in entries:
             if (kind := dtype or kinds[i]) in _LOW:
                 norms[i] = norms[i].to(kind)
     return norms
+
+
+def _nothing(ord: float, powers: bool) -> float:
+    """The norm that adds nothing to a sum of powers."""
+    return 0.0 if powers or ord >= 0 else math.inf
 
 
 def _over(
