@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import random
 
+import torch
 from torch import Tensor
 
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
@@ -21,7 +22,8 @@ Combo = tuple[tuple[Placement, ...], ...]  # for each tensor, one placement per 
 def choices(t: Tensor) -> list[Placement]:
     """What one axis can do to a tensor."""
     out: list[Placement] = [Replicate(), *(Shard(d) for d in range(t.ndim))]
-    return [*out, Partial()] if t.is_floating_point() or t.is_complex() else out
+    summable = (t.is_floating_point() and t.element_size() > 1) or t.is_complex()
+    return [*out, Partial()] if summable else out
 
 
 def combos(tensors: Sequence[Tensor], axes: int, extra: int, seed: int) -> Iterator[Combo]:
@@ -51,11 +53,13 @@ def randoms(
 def addend_weights(n: int) -> list[float]:
     """The part of the whole that each rank of ``n`` holds of a pending sum: unequal, of both signs.
 
+    Powers of two whose running sums are powers of two or zero, so that the sum is the whole to the bit.
+
     >>> addend_weights(2), addend_weights(4)
-    ([2.0, -1.0], [2.0, 3.0, 4.0, -8.0])
+    ([2.0, -1.0], [2.0, -1.0, -2.0, 2.0])
     """
-    weights = [float(i + 2) for i in range(n - 1)]
-    return [*weights, 1.0 - sum(weights)]
+    first = [1.0] if n == 1 else [2.0, -1.0] if n % 2 == 0 else [2.0, -2.0, 1.0]
+    return first + [-2.0, 2.0] * ((n - len(first)) // 2)
 
 
 def piece(t: Tensor, placement: Placement, rank: int, n: int) -> Tensor:
@@ -66,8 +70,14 @@ def piece(t: Tensor, placement: Placement, rank: int, n: int) -> Tensor:
         start = min(rank * step, size)
         return t.narrow(placement.dim, start, min(step, size - start))
     if placement.is_partial():
-        return t * addend_weights(n)[rank]
+        return addend(t, addend_weights(n)[rank], first=rank == 0)
     return t
+
+
+def addend(t: Tensor, weight: float, *, first: bool) -> Tensor:
+    """``weight`` times ``t``; what is not finite is the ``first`` rank's alone, for inf - inf is no addend."""
+    rest = t if first else torch.zeros((), dtype=t.dtype)
+    return torch.where(torch.isfinite(t), t * weight, rest)
 
 
 def combo_text(combo: Combo) -> str:
@@ -77,6 +87,7 @@ def combo_text(combo: Combo) -> str:
 
 __all__ = [
     "Combo",
+    "addend",
     "addend_weights",
     "choices",
     "combo_text",

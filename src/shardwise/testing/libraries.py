@@ -17,7 +17,7 @@ from shardwise.random.scope import rng
 from shardwise.simulate import simulate
 from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.dtensor import DTensor
-from shardwise.testing.layouts import addend_weights
+from shardwise.testing.layouts import addend, addend_weights
 
 
 @dataclass(slots=True)
@@ -143,7 +143,8 @@ def lay_out(
             for axis, p in enumerate(placements)
             if p.is_partial()
         )
-        local = x.to_local().clone() * weight  # pyright: ignore[reportAttributeAccessIssue]
+        first = all(coord[axis] == 0 for axis, p in enumerate(placements) if p.is_partial())
+        local = addend(x.to_local(), weight, first=first)  # pyright: ignore[reportAttributeAccessIssue]
         x = library.from_local(local, mesh, placements, x)
     return x.detach()
 
