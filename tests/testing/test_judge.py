@@ -120,6 +120,8 @@ def test_only_shape_and_dtype_of_uninitialized_results_count():
         (lambda x: x.flip(0), Shard(0), False),
         (lambda x: x @ x.T, Shard(1), True),
         (torch.exp, Replicate(), False),
+        (lambda x: x == x.flip(0) + 1, Partial(), False),
+        (lambda x: x.round(), Partial(), False),
     ],
 )
 def test_whether_the_pieces_suffice(fn, placement, want):

@@ -12,6 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from shardwise.layout.placement import Shard
 from shardwise.testing.calls import Call, results_of
 from shardwise.testing.layouts import Combo, piece
 
@@ -29,37 +30,49 @@ UNSAFE = (
 def pieces_suffice(call: Call, n: int, combo: Combo) -> bool:
     """Tell whether concatenating or summing what the op gives on the pieces is the right answer.
 
-    It must hold for the call's own values and, where the op takes them, for the same values in another
-    order: `isnan` of a tensor without NaN equals many things.
+    It must be so for the op and not by chance. So it must hold for the call's own values, for the same values in
+    another order, and for small whole numbers (random numbers are never equal, and `eq` is False on pieces and
+    whole alike), where the op takes these. And there must be pieces: a sharded dim of one row is not cut, and a
+    pending sum of one element is the one thing on which every reduction is linear; these do not count.
 
     Args:
         call: The call; not a random one.
         n: Number of ranks, on one mesh axis.
         combo: Placements of the tensors.
     """
-    if (
-        call.text.startswith(UNSAFE)
-        or call.random
-        or call.uninitialized
-        or all(not p.is_shard() and not p.is_partial() for (p,) in combo)
-    ):
+    if call.text.startswith(UNSAFE) or call.random or call.uninitialized:
         return False
+    if all(p.is_replicate() for (p,) in combo):
+        return False
+    for t, (p,) in zip(call.tensors, combo):
+        if (p.is_partial() and t.numel() < 2) or (isinstance(p, Shard) and t.shape[p.dim] < 2):
+            return False
+    generator = torch.Generator().manual_seed(11)
+    own = [t.detach() for t in call.tensors]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        if not _suffice(call, [t.detach() for t in call.tensors], n, combo):
+        if not _suffice(call, own, n, combo):
             return False
-        generator = torch.Generator().manual_seed(11)
-        try:
-            mixed = [_mixed(t.detach(), generator) for t in call.tensors]
-            call.fn(*[t.clone() for t in mixed])
-        except Exception:
-            return True  # it takes only such values (a positive definite matrix)
-        return _suffice(call, mixed, n, combo)
+        mixed = [_mixed(t, generator) for t in own]
+        for values in (mixed, [_whole_numbers(t, generator) for t in mixed]):
+            try:
+                call.fn(*[t.clone() for t in values])
+            except Exception:
+                continue  # it takes only such values as its own (a positive definite matrix)
+            if not _suffice(call, values, n, combo):
+                return False
+    return True
 
 
 def _mixed(t: Tensor, generator: torch.Generator) -> Tensor:
     order = torch.randperm(t.numel(), generator=generator)
     return t.reshape(-1)[order].reshape(t.shape)
+
+
+def _whole_numbers(t: Tensor, generator: torch.Generator) -> Tensor:
+    if not t.is_floating_point() or t.element_size() == 1:
+        return t  # an index must stay within bounds
+    return torch.randint(0, 3, t.shape, generator=generator).to(t.dtype)
 
 
 def _suffice(call: Call, tensors: Sequence[Tensor], n: int, combo: Combo) -> bool:
