@@ -4,6 +4,7 @@ from shardwise.rules import (  # noqa: F401
     attention,
     binned,
     conv,
+    copies,
     cross_entropy,
     embedding,
     extremum,
