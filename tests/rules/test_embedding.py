@@ -116,3 +116,65 @@ def test_weighted_bags(table: torch.Tensor) -> None:
         table,
         weights,
     )
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_over_cut_tables_and_cut_ids(mode: str) -> None:
+    torch.manual_seed(0)
+    ids, table = torch.randint(0, 7, (3, 5)), torch.randn(7, 4, dtype=torch.float64)
+    flat, starts = ids.flatten(), torch.tensor([0, 4, 4, 15])
+    shares = torch.randn(15, dtype=torch.float64)
+
+    def fn(i, w, o, p):
+        bags = (
+            F.embedding_bag(flat_of(i), w, o, mode=mode),
+            F.embedding_bag(flat_of(i), w, o, mode=mode, include_last_offset=True),
+            F.embedding_bag(i, w, mode=mode, padding_idx=-3),
+        )
+        if mode == "mean":
+            return bags
+        weighted = F.embedding_bag(flat_of(i), w, o, mode="sum", per_sample_weights=p)
+        return (
+            *bags,
+            weighted,
+            F.embedding_bag(i, w, mode="sum", per_sample_weights=p.view(3, 5)),
+        )
+
+    def flat_of(i):
+        return i.reshape(-1)
+
+    assert not sweep(fn, ids, table, starts, shares, meshes=((4,), (2, 2)), extra=3)
+    assert not sweep(
+        lambda i, w, o: F.embedding_bag(i, w, o, mode=mode), flat, table, starts, meshes=((4,),)
+    )
+
+
+def test_bags_send_no_rows() -> None:
+    ids, table = torch.arange(64).view(16, 4), torch.randn(64, 8, dtype=torch.float64)
+    starts = torch.arange(0, 64, 8)
+    for cut in ((S(0), R), (S(1), R), (R, S(0)), (R, S(1))):
+        combo = tuple((p,) for p in cut)
+        f = lambda i, w: F.embedding_bag(i, w, mode="sum")  # noqa: E731
+        assert bytes_moved(f, [ids, table], (4,), combo) == 0
+    for cut in ((S(0), R, R), (R, S(0), R), (R, S(1), R)):
+        combo = tuple((p,) for p in cut)
+        f = lambda i, w, o: F.embedding_bag(i, w, o, mode="sum")  # noqa: E731
+        assert bytes_moved(f, [ids.flatten(), table, starts], (4,), combo) == 0
+    # of a mean over cut ids, how many each of the 16 bags has: an all_reduce
+    combo = ((S(1),), (R,))
+    mean = bytes_moved(lambda i, w: F.embedding_bag(i, w), [ids, table], (4,), combo)
+    assert mean == 2 * 3 * 16 * 8
+
+
+def test_an_infinite_row_stays_where_it_is() -> None:
+    table = torch.randn(8, 2, dtype=torch.float64)
+    table[0], table[7] = float("inf"), float("nan")
+    ids = torch.tensor([[1, 2], [3, 4]])
+
+    def on_rank() -> None:
+        w = distribute_tensor(table, init_device_mesh("cpu", (4,)), [S(0)])
+        for mode in ("sum", "mean"):
+            want = F.embedding_bag(ids, table, mode=mode)
+            assert torch.allclose(F.embedding_bag(ids, w, mode=mode).full_tensor(), want)
+
+    simulate(on_rank, 4)

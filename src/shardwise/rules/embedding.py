@@ -118,35 +118,86 @@ def embedding_bag(  # noqa: PLR0913  torch's parameters
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Rule | None:
-    """``b [l], [v] d -> b d``; bags given by offsets are whole, columns may be cut."""
+    """``b l, v d -> b d``; over ids or rows that are cut the sums of the bags are pending sums.
+
+    The greatest of a bag is sought among all of it, in the whole table. A sparse gradient is made dense.
+    """
     if max_norm is not None or weight.ndim != 2 or input.ndim not in (1, 2):
         return None
-    if (input.ndim == 1) != (offsets is not None):
+    if (input.ndim == 1) != (offsets is not None) or 0 in (*weight.shape, *input.shape):
         return None
-    cut = input.ndim == 2 and not scale_grad_by_freq
-    bag = "b" if cut else WHOLE
-    columns = (
-        WHOLE if per_sample_weights is not None else "d"
-    )  # their gradient sums over the columns
-    ins = {input: (bag, WHOLE)[: input.ndim], weight: (WHOLE, columns)}
+    if per_sample_weights is not None and (
+        mode != "sum" or per_sample_weights.shape != input.shape
+    ):
+        return None
+    bag = "b" if input.ndim == 2 else WHOLE
+    bags = (bag, "l") if input.ndim == 2 else ("l",)
+    ins = {input: bags, weight: ("v", "d")}
     count = input.shape[0]
     if offsets is not None:
+        if offsets.ndim != 1 or not offsets.shape[0]:
+            return None
         ins[offsets] = (WHOLE,)
         count = offsets.shape[0] - include_last_offset
     if per_sample_weights is not None:
-        ins[per_sample_weights] = (bag, WHOLE)[: per_sample_weights.ndim]
+        ins[per_sample_weights] = bags
+    whole = {"v", "l"} if mode not in ("sum", "mean") else set()
+    if scale_grad_by_freq:  # counts of ids are over all of them
+        whole |= {"v", "l", "b"}
+    padding = padding_idx
+    if padding is not None and padding < 0:
+        padding += weight.shape[0]
+    at, table = input.index, weight.index
 
     def local(ctx: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given: dict[str, Any] = dict(zip(_BAG_NAMES, args)) | kwargs | {"sparse": False}
-        return F.embedding_bag(input, weight, **given)
+        if not ctx.axes.keys() & {"v", "l"}:
+            return F.embedding_bag(input, weight, **given)
+        _check_ids(input, ctx.ins[table].shape[0])
+        ids, shares = input.reshape(-1), given.get("per_sample_weights")
+        bounds = _bounds(input, given, ctx.start(at, 0) if input.ndim == 1 else 0)
+        near = ids - ctx.start(table, 0)
+        real = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding
+        mine = real & (near >= 0) & (near < weight.shape[0])
+        out = F.embedding_bag(  # ids that other ranks hold are left out, not multiplied by zero
+            near[mine],
+            weight,
+            _number_before(mine)[bounds],
+            mode="sum",
+            per_sample_weights=None if shares is None else shares.reshape(-1)[mine],
+            include_last_offset=True,
+        )
+        if mode == "sum":
+            return out
+        number = _number_before(real)[bounds].diff().unsqueeze(1)
+        if "l" in ctx.axes:
+            number = ctx.group("l").reduce(number, "sum")
+        return out / number.clamp(min=1)
 
     return Rule(
         ins,
-        ((bag, columns),),
+        ((bag, "d"),),
+        whole=frozenset(whole),
+        special=frozenset({"v", "l"}),
         local=local,
         always_local=sparse,
         out_shapes=((count, weight.shape[1]),),
     )
+
+
+def _bounds(input: Tensor, given: dict[str, Any], start: int) -> Tensor:
+    """Where bags begin in this rank's ids, laid end to end, and where the last one ends."""
+    offsets, n = given.get("offsets"), input.numel()
+    if offsets is None:
+        return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
+    if not given.get("include_last_offset", False):
+        offsets = torch.cat((offsets, offsets.new_full((1,), start + n)))
+    return (offsets - start).clamp(0, n)
+
+
+def _number_before(mask: Tensor) -> Tensor:
+    """How many are hit before each place, and in all."""
+    return torch.cat((mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)))
 
 
 _BAG_NAMES = (
