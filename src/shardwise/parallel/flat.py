@@ -199,12 +199,11 @@ class Flat:
     # ---- gradients ----------------------------------------------------------------------------------
 
     def start_reduce(self, scale: float) -> Reduction:
-        """Begin to sum the gradients of the leaves, which are dropped."""
+        """Begin to sum the gradients of the leaves, scaled; they are dropped one by one."""
         taken = [(p, leaf) for p, leaf in zip(self.pieces, self.leaves) if leaf.requires_grad]
-        count = len(taken)
         total = sum(p.length for p, _ in taken)
         rows = torch.empty(
-            (self.n, total + count), dtype=self.dtypes.reduce, device=self.full.device
+            (self.n, total + len(taken)), dtype=self.dtypes.reduce, device=self.full.device
         )
         start, has = 0, []
         with torch.no_grad():

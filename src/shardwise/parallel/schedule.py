@@ -195,6 +195,7 @@ class Group:
         schedule.begin_backward()
         if not self.entered:  # used outside of its module's forward
             self.begin_backward()
+        schedule.go_on()
         self.missing -= 1
         if self.missing == 0 and self.calls <= 0:
             self.leave()
@@ -203,11 +204,11 @@ class Group:
         """All gradients are there, or backward is elsewhere: send them, free the parameters."""
         schedule = self.schedule
         assert schedule is not None, "backward comes after forward"
-        if syncing() and self.early:
-            schedule.send(self)
         frozen = any(not leaf.requires_grad for flat in self.flats for leaf in flat.leaves)
         if self.reshard and not frozen:
-            self.free()
+            self.free()  # first, then there is room for what is sent
+        if syncing() and self.early:
+            schedule.send(self)
 
     def has_grads(self) -> bool:
         """Whether a gradient is here that was not sent."""
@@ -274,6 +275,7 @@ class Schedule:
         self._task: int | None = None
         self._inflight: list[tuple[Group, Reduction]] = []
         self._late: dict[tuple[tuple[int, ...], str], list[tuple[Piece, Tensor]]] = {}
+        self._waiting: Group | None = None  # gathered once gradients come
         self.key: Mesh | None = None
         for group in groups:
             group.schedule = self
@@ -289,13 +291,12 @@ class Schedule:
             if group is self.root:
                 self._begin_forward(args)
             self._seen.append(group)
-        group.start()
-        if not recompute:
+        group.make_whole()
+        group.show(self.key)
+        if not recompute:  # begun after this one's messages were copied apart and freed
             following = self._following(group)
             if following is not None:
                 following.start()
-        group.make_whole()
-        group.show(self.key)
 
     def _begin_forward(self, args: Any) -> None:
         if self._task is not None:  # a backward that raised
@@ -376,15 +377,17 @@ class Schedule:
                 other.leave()
         if not group.entered:
             group.begin_backward()
-        group.start()
-        before = self._before(group)
-        if before is not None:
-            before.start()
         group.make_whole()
+        self._waiting = self._before(group)
 
     def _before(self, group: Group) -> Group | None:
         """The group that backward will come to next."""
         order = self.order
+        if (
+            group is self.root and order[0] is group
+        ):  # the outermost module ends with its last part
+            before = order[-1]
+            return before if before.calls > 0 and not before.is_whole else None
         for at in range(len(order) - 1, 0, -1):
             if order[at] is group:
                 before = order[at - 1]
@@ -394,17 +397,30 @@ class Schedule:
         return None
 
     def send(self, group: Group) -> None:
-        """Start to reduce a group's gradients; the last but one's must have landed, so that memory is bounded."""
+        """Start to reduce a group's gradients; the last one's must have landed, so that memory is bounded."""
         group.sent = True
-        assert group.face is not None, "backward comes after forward"
-        scale = 1.0 if self.key is not None else 1 / len(group.mesh.ranks)
-        while len(self._inflight) > 1:
-            self._land(*self._inflight.pop(0))
+        scale = self.scale(group)
         for _, reduction in self._inflight:
             reduction.over_replicas()
+        self.go_on()  # first, on every rank: the order of what is sent must be one
         for flat in group.flats:
             if any(leaf.requires_grad for leaf in flat.leaves):
                 self._inflight.append((group, flat.start_reduce(scale)))
+
+    def go_on(self) -> None:
+        """A group's first gradient is there: let the last group's land, and begin the next gather.
+
+        One after the other, so that what they carry is not in memory at once.
+        """
+        while len(self._inflight) > (self.root.mesh.ndim == 2):  # over replicas: one step more
+            self._land(*self._inflight.pop(0))
+        before, self._waiting = self._waiting, None
+        if before is not None:
+            before.start()
+
+    def scale(self, group: Group) -> float:
+        """What gradients are multiplied with: they are means over ranks, or sums over parts of one batch."""
+        return 1.0 if self.key is not None else 1 / len(group.mesh.ranks)
 
     def _land(self, group: Group, reduction: Reduction) -> None:
         """Give the parameters their gradients, or put those aside that are sums over other axes, too."""
@@ -451,7 +467,7 @@ class Schedule:
 
     def _reset(self) -> None:
         self._task = None
-        self._inflight, self._late = [], {}
+        self._inflight, self._late, self._waiting = [], {}, None
         for group in self.groups:
             group.free()
             group.calls, group.missing = 0, 0
