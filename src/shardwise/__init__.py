@@ -30,6 +30,7 @@ from shardwise.tensor.factories import (
 )
 from shardwise.tensor.gradients import no_sync
 from shardwise.tensor.local_map import local_map
+from shardwise.tensor.many import redistribute_many, redistribute_state
 
 __all__ = [
     "CommLog",
@@ -56,6 +57,8 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "redistribute_many",
+    "redistribute_state",
     "rng",
     "simulate",
     "strict",

@@ -7,24 +7,22 @@ that double backward works.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.one_shot import NEUTRAL, OneShot, neutral
+from shardwise.comm.steps import Step, compile_move
 from shardwise.comm.transport import Transport
 from shardwise.compat import direct_apply
-from shardwise.errors import UnsupportedError
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.route.cost import Profile, objective
-from shardwise.route.moves import Move
+from shardwise.route.exchange import Exchange
 from shardwise.route.search import route
-
-Step = Callable[[Tensor], Tensor]
 
 
 class Mover:
@@ -35,16 +33,18 @@ class Mover:
         dst: Layout of the result.
         moves: The route.
         what: What the route minimizes, ``"time"`` or ``"bytes"``.
+        steps: The route as this rank carries it out.
+        settles_extremum: A pending reduction that is no sum is settled, whose gradient needs the values.
     """
 
     __slots__ = (
         "_back",
-        "_extremum",
         "_leanest",
-        "_steps",
         "dst",
         "moves",
+        "settles_extremum",
         "src",
+        "steps",
         "transport",
         "what",
     )
@@ -55,15 +55,15 @@ class Mover:
         self.src, self.dst, self.transport, self.what = src, dst, transport, what
         self._back: Mover | None = None
         self._leanest: Mover | None = None
-        self._extremum = any(op is not None and op != "sum" for op in src.partial)
+        self.settles_extremum = any(op is not None and op != "sum" for op in src.partial)
         src, dst, order = _row_major(src, dst)
         self.moves = route(src, dst, profile_of(src.mesh, transport), what)
         coord = src.mesh.coordinate_of(transport.rank)
-        steps = [] if coord is None else [_compile(m, coord, transport) for m in self.moves]
+        steps = [] if coord is None else [compile_move(m, coord, transport) for m in self.moves]
         if order is not None and steps:
             inverse = tuple(sorted(range(len(order)), key=order.__getitem__))
             steps = [lambda x: x.permute(order), *steps, lambda x: x.permute(inverse)]
-        self._steps: tuple[Step, ...] = tuple(steps)
+        self.steps: tuple[Step, ...] = tuple(steps)
 
     @property
     def communicates(self) -> bool:
@@ -91,35 +91,88 @@ class Mover:
 
     def run(self, x: Tensor) -> Tensor:
         """Move, without recording for autograd."""
-        if objective() != self.what:
-            return self.now().run(x)
-        for step in self._steps:
+        if objective() != self.what and (how := self.now()) is not self:
+            return how.run(x)
+        for step in self.steps:
             x = step(x)
         return x
 
     def __call__(self, x: Tensor) -> Tensor:
         """Move; differentiable."""
-        if not self._steps:
+        if not self.steps:
             return x
-        if objective() != self.what:
-            return self.now()(x)
+        if objective() != self.what and (how := self.now()) is not self:
+            return how(x)
         if x.requires_grad and torch.is_grad_enabled():
-            if self._extremum:
+            if self.settles_extremum:
                 return _settle_then_move(self, x)
             return _moved(x, self)  # pyright: ignore[reportReturnType]
-        for step in self._steps:
+        for step in self.steps:
             x = step(x)
         return x
 
 
+class Across(Mover):
+    """A move between two meshes: one exchange over the ranks of both.
+
+    A rank that lies on neither takes no part; one on the target only sends nothing, one on the source only
+    gets an empty piece, and both keep the edge in the graph, so that backward meets on all.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, src: Layout, dst: Layout, transport: Transport) -> None:
+        self.src, self.dst, self.transport, self.what = src, dst, transport, objective()
+        self._back = self._leanest = None
+        self.settles_extremum = any(op is not None and op != "sum" for op in src.partial)
+        self.moves = ()
+        for op in dst.partial:
+            if op not in (None, *NEUTRAL):
+                raise LayoutError(
+                    f"a pending {op} cannot be made on another mesh: {src} -> {dst}"
+                )
+        src, dst, order = _row_major(src, dst)
+        here = src.mesh.coordinate_of(transport.rank), dst.mesh.coordinate_of(transport.rank)
+        self.steps: tuple[Step, ...] = ()
+        if here == (None, None):
+            return
+        ranks = (*src.mesh.ranks, *(r for r in dst.mesh.ranks if r not in set(src.mesh.ranks)))
+        steps: list[Step] = [OneShot(Exchange(src, dst), ranks, transport, "across")]
+        home, there = src.mesh.device_type, dst.mesh.device_type
+        if here[0] is None and home != there:
+            steps.insert(0, lambda x: x.to(home))
+        elif order is not None and here[0] is not None:
+            steps.insert(0, lambda x: x.permute(order))
+        if home != there and here[1] is not None:
+            steps.append(lambda x: x.to(there))
+        made = [a for a, op in enumerate(dst.partial) if op is not None]
+        if here[1] is not None and any(here[1][a] for a in made):
+            op = next(op for op in dst.partial if op is not None)
+            steps.append(lambda x: neutral(x.shape, op, x))
+        if order is not None and here[1] is not None:
+            inverse = tuple(sorted(range(len(order)), key=order.__getitem__))
+            steps.append(lambda x: x.permute(inverse))
+        self.steps = tuple(steps)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether anything is sent."""
+        return True
+
+    def now(self) -> Mover:
+        """There is one way between two meshes."""
+        return self
+
+
 def mover(src: Layout, dst: Layout, transport: Transport) -> Mover:
-    """The (cached) mover between two layouts on a rank."""
+    """The (cached) mover between two layouts on a rank, of one mesh or of two."""
     table: dict[tuple[Layout, Layout], Mover] = transport.state.setdefault("movers", {})
     found = table.get((src, dst))
     if found is None:
         if len(table) > 8192:
             table.clear()
-        found = table[src, dst] = Mover(src, dst, transport)
+        make = Mover if src.mesh is dst.mesh else Across
+        found = table[src, dst] = make(src, dst, transport)
     return found
 
 
@@ -189,6 +242,9 @@ def _settle_then_move(how: Mover, x: Tensor) -> Tensor:
             whole.dims,
             tuple(None if o == op else p for o, p in zip(src.partial, whole.partial)),
         )
+        if src.mesh.coordinate_of(transport.rank) is None:
+            src = settled
+            continue
         x = _extremum(  # pyright: ignore[reportAssignmentType]
             x,
             mover(src, settled, transport),
@@ -220,170 +276,6 @@ def _row_major(src: Layout, dst: Layout) -> tuple[Layout, Layout, tuple[int, ...
         )
 
     return permuted(src), permuted(dst), order
-
-
-# ---- one closure per move -------------------------------------------------------------------
-
-
-def _compile(move: Move, coord: tuple[int, ...], transport: Transport) -> Step:
-    mesh = move.src.mesh
-    ranks = mesh.group_ranks(move.axes, coord)
-    tag = "*".join(mesh.axis_name(a) for a in move.axes)
-    peers = [mesh.coordinate_of(r) for r in ranks]
-    match move.kind:
-        case "all_gather":
-            return _all_gather(move, coord, transport, ranks, peers, tag)
-        case "reduce_scatter":
-            return _reduce_scatter(move, coord, transport, ranks, peers, tag)
-        case "all_reduce":
-            op = move.op or "sum"
-            return lambda x: transport.all_reduce(x.contiguous(), ranks, op, tag=tag)
-        case "slice":
-            (mine, _), (whole, _) = move.dst.box(coord), move.src.box(coord)
-            dim, size = move.dim, move.dst.box(coord)[1][move.dim]
-            start = mine[dim] - whole[dim] if size else 0
-            return lambda x: x.narrow(dim, start, size).clone(
-                memory_format=torch.contiguous_format
-            )
-        case "pad":
-            return _pad(move, coord)
-        case "keep":
-            op = move.op or "sum"
-            if op not in NEUTRAL or all(coord[a] == 0 for a in move.axes):
-                return lambda x: x.clone()
-            return lambda x: neutral(x.shape, op, x)
-        case _:
-            return _one_shot(move, coord, transport, ranks, peers, tag)
-
-
-def _pieces(
-    whole: Layout, cut: Layout, dim: int, coord: Any, peers: Any
-) -> list[tuple[int, int]]:
-    """Start (within this rank's piece of ``whole``) and size, along ``dim``, of every peer's piece of ``cut``."""
-    base = whole.box(coord)[0][dim]
-    out = []
-    for peer in peers:
-        offsets, sizes = cut.box(peer)
-        out.append((offsets[dim] - base if sizes[dim] else 0, sizes[dim]))
-    return out
-
-
-def _all_gather(
-    move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str
-) -> Step:
-    dim, n = move.dim, len(ranks)
-    sizes = [size for _, size in _pieces(move.dst, move.src, dim, coord, peers)]
-    if len(set(sizes)) == 1:
-        if dim == 0:
-            return lambda x: transport.all_gather(x.contiguous(), ranks, tag=tag).flatten(0, 1)
-
-        def even(x: Tensor) -> Tensor:
-            got = transport.all_gather(x.contiguous(), ranks, tag=tag)
-            return (
-                got.movedim(0, dim).flatten(dim, dim + 1).contiguous()
-            )  # flatten may be a view
-
-        return even
-    largest = max(sizes)
-
-    def uneven(x: Tensor) -> Tensor:
-        if x.shape[dim] != largest:
-            shape = (*x.shape[:dim], largest, *x.shape[dim + 1 :])
-            padded = torch.zeros(shape, dtype=x.dtype, device=x.device)
-            padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-            x = padded
-        got = transport.all_gather(x.contiguous(), ranks, tag=tag)
-        return torch.cat(
-            [got[i].narrow(dim, 0, sizes[i]) for i in range(n) if sizes[i]] or [got[0]], dim
-        )
-
-    return uneven
-
-
-def _reduce_scatter(
-    move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str
-) -> Step:
-    dim, n, op = move.dim, len(ranks), move.op or "sum"
-    pieces = _pieces(move.src, move.dst, dim, coord, peers)
-    sizes = [size for _, size in pieces]
-    mine = sizes[ranks.index(transport.rank)]
-    if len(set(sizes)) == 1:
-        if dim == 0:
-            return lambda x: transport.reduce_scatter(
-                x.contiguous().unflatten(0, (n, mine)), ranks, op, tag=tag
-            )
-
-        def even(x: Tensor) -> Tensor:
-            parts = x.unflatten(dim, (n, mine)).movedim(dim, 0).contiguous()
-            return transport.reduce_scatter(parts, ranks, op, tag=tag)
-
-        return even
-    largest = max(sizes)
-
-    def uneven(x: Tensor) -> Tensor:
-        shape = (n, *x.shape[:dim], largest, *x.shape[dim + 1 :])
-        parts = torch.zeros(shape, dtype=x.dtype, device=x.device)
-        for i, (start, size) in enumerate(pieces):
-            if size:
-                parts[i].narrow(dim, 0, size).copy_(x.narrow(dim, start, size))
-        return (
-            transport.reduce_scatter(parts, ranks, op, tag=tag)
-            .narrow(dim, 0, mine)
-            .contiguous()
-        )
-
-    return uneven
-
-
-def _pad(move: Move, coord: Any) -> Step:
-    (mine, sizes), (whole, shape) = move.src.box(coord), move.dst.box(coord)
-    dim = move.dim
-    start = mine[dim] - whole[dim] if sizes[dim] else 0
-
-    def pad(x: Tensor) -> Tensor:
-        out = torch.zeros(shape, dtype=x.dtype, device=x.device)
-        out.narrow(dim, start, sizes[dim]).copy_(x)
-        return out
-
-    return pad
-
-
-def _swapped_dims(move: Move) -> tuple[int, int] | None:
-    """The dims (i, j) of a move that only takes the minor axes of i to the end of j, all pieces even."""
-    src, dst = move.src, move.dst
-    changed = [d for d in range(src.ndim) if src.dims[d] != dst.dims[d]]
-    if len(changed) != 2:
-        return None
-    i, j = changed if len(src.dims[changed[0]]) > len(dst.dims[changed[0]]) else changed[::-1]
-    taken = src.dims[i][len(dst.dims[i]) :]
-    moved = src.dims[i] == (*dst.dims[i], *taken) and dst.dims[j] == (*src.dims[j], *taken)
-    if src.partial != dst.partial:
-        return None
-    even = all(layout.is_even_dim(d) for layout in (src, dst) for d in (i, j))
-    return (i, j) if moved and taken == move.axes and even else None
-
-
-def _all_to_all(dims: tuple[int, int], transport: Transport, ranks: Any, tag: str) -> Step:
-    """S(i) -> S(j) with even pieces: two reshuffles around one exchange."""
-    i, j = dims
-    n = len(ranks)
-
-    def all_to_all(x: Tensor) -> Tensor:
-        parts = x.unflatten(j, (n, x.shape[j] // n)).movedim(j, 0)
-        count = x.numel() // n
-        got = transport.all_to_all(parts.reshape(-1), ranks, [count] * n, [count] * n, tag=tag)
-        return got.view(parts.shape).movedim(0, i).flatten(i, i + 1)
-
-    return all_to_all
-
-
-def _one_shot(
-    move: Move, coord: Any, transport: Transport, ranks: Any, peers: Any, tag: str
-) -> Step:
-    swapped = _swapped_dims(move)
-    if swapped is not None:
-        return _all_to_all(swapped, transport, ranks, tag)
-    return OneShot(move.exchange, ranks, transport, tag)
 
 
 _moved = direct_apply(_Moved)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.reduce import ALLOWED, Accumulator, refuse
-from shardwise.comm.transport import Handle, Transport
+from shardwise.comm.transport import Transport
 from shardwise.layout.boxes import Box
 from shardwise.route.exchange import Exchange
 
@@ -84,27 +84,21 @@ class OneShot:
         self._gives = [(i, box) for i, box in gives if i != own]
         self._takes = [(i, box, k) for i, box, k in takes if i != own]
 
-    def start(self, x: Tensor, blocking: bool = True) -> tuple[Tensor | Handle, Finish]:
-        """Pack and exchange; what comes back, and what makes the result of it."""
+    def pack(self, x: Tensor) -> Packed:
+        """What this rank sends, and what makes the result of what comes."""
         op = self.exchange.op
         if op is not None and (op, x.dtype) not in ALLOWED:
             raise refuse(op, x.dtype)
         if self.direct:
-            return self._exchange(x.reshape(-1), blocking), lambda got: got.view(self.shape)
+            shape = self.shape
+            return x.reshape(-1), self.in_splits, self.out_splits, lambda got: got.view(shape)
         buffer = x.new_empty(sum(self.in_splits))
         start = 0
         for _, box in self._gives:
             count = math.prod(box[1])
             buffer[start : start + count].view(box[1]).copy_(x[within(self._held, box)])
             start += count
-        got = self._exchange(buffer, blocking)
-        return got, lambda flat: self._unpack(flat, x)
-
-    def _exchange(self, buffer: Tensor, blocking: bool) -> Tensor | Handle:
-        args = buffer, self.ranks, self.in_splits, self.out_splits
-        if blocking:
-            return self.transport.all_to_all(*args, tag=self.tag)
-        return self.transport.all_to_all_async(*args, tag=self.tag)
+        return buffer, self.in_splits, self.out_splits, lambda flat: self._unpack(flat, x)
 
     def _unpack(self, flat: Tensor, x: Tensor) -> Tensor:
         parts: list[tuple[int, Box, Tensor]] = [
@@ -131,9 +125,18 @@ class OneShot:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Exchange, and wait for it."""
-        got, finish = self.start(x)
-        assert isinstance(got, Tensor), "blocking"
-        return finish(got)
+        return exchange(self, x)
+
+
+Packed = tuple[Tensor, list[int], list[int], Finish]
+
+
+def exchange(step: Any, x: Tensor) -> Tensor:
+    """Pack, send, wait, unpack; the buffer is gone before the result is made."""
+    buffer, in_splits, out_splits, finish = step.pack(x)
+    got = step.transport.all_to_all(buffer, step.ranks, in_splits, out_splits, tag=step.tag)
+    del buffer
+    return finish(got)
 
 
 def within(base: Box, part: Box) -> Slices:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import mover
+from shardwise.comm.many import move_each
 from shardwise.comm.transport import Transport
 from shardwise.errors import ShardError
 from shardwise.layout.boxes import contiguous_stride, restride
@@ -94,7 +95,9 @@ class Program:
         return self.func(*args, **kwargs)
 
     def _move(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Move the operands; one that is passed twice moves once."""
+        """Move the operands; one that is passed twice moves once, several that communicate move together."""
+        if len(self.movers) > 1 and several(self.movers):
+            return move_operands(self.movers, tensors)
         moved: list[Tensor] = []
         done: dict[tuple[int, int], Tensor] = {}
         for t, m in zip(tensors, self.movers):
@@ -111,6 +114,8 @@ class Program:
 def move_args(program: Any, *args: Any) -> list[Any]:
     """The arguments, tensors moved; one that is passed twice moves once."""
     out: list[Any] = []
+    if several(program.arg_movers):
+        return move_operands(program.arg_movers, args)
     for i, (a, m) in enumerate(zip(args, program.arg_movers)):
         if m is None:
             out.append(a)
@@ -122,6 +127,22 @@ def move_args(program: Any, *args: Any) -> list[Any]:
         else:
             out.append(m(a))
     return out
+
+
+def several(movers: Sequence[Any]) -> bool:
+    """Whether more than one operand sends something."""
+    return sum(m is not None and m.communicates for m in movers) > 1
+
+
+def move_operands(movers: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The arguments, those with a mover moved, in few collectives."""
+    places: dict[tuple[int, int], int] = {}
+    for i, (a, m) in enumerate(zip(args, movers)):
+        if m is not None:
+            places.setdefault((id(a), id(m)), i)
+    moved = move_each([movers[i] for i in places.values()], [args[i] for i in places.values()])
+    done = dict(zip(places, moved))
+    return [a if m is None else done[id(a), id(m)] for a, m in zip(args, movers)]
 
 
 def judge(

@@ -21,6 +21,7 @@ from shardwise.tensor.casts import onto
 from shardwise.tensor.checks import checksum
 from shardwise.tensor.dtensor import _CROSSINGS, DTensor, resolve, wrap
 from shardwise.tensor.explain import explained
+from shardwise.tensor.pending import start
 from shardwise.tensor.strides import alias
 
 
@@ -301,6 +302,31 @@ def to_local(x: DTensor, grad_placements: Any) -> Tensor:
     return _leave(x._local, back, guess)  # pyright: ignore[reportReturnType]
 
 
+def planned(x: DTensor, device_mesh: Any, placements: Any) -> tuple[Tensor, Mover, Spec, bool]:
+    """How to redistribute: the local operand, its move, the spec of the result; whether it is so on all ranks."""
+    src, transport = x._spec.layout, x._spec.transport
+    mesh, dims, partial = resolve(
+        src.mesh if device_mesh is None else device_mesh, placements, src.ndim
+    )
+    local = x._local
+    wider = None
+    if mesh is not src.mesh:
+        how = related(src.mesh, mesh, transport)
+        if how == "contains":
+            src = src.on(mesh)
+            local = onto(x, mesh)
+        elif how == "slice":
+            wider = mesh
+            mesh, dims, partial = _lifted(mesh, src.mesh, dims, partial)
+    dst = dense(src)
+    dst = Layout(mesh, dims, _inside(partial), dst.shape, dst.stride, dst.dtype)
+    move: Any = mover(src, dst, transport)
+    out = spec_of(dst if wider is None else _on_slice(dst, wider), transport)
+    if wider is not None and out.coord is None:
+        move = Dropped(move)
+    return local, move, out, local is x._local
+
+
 @explained("DTensor.redistribute", "x", "device_mesh", "placements")
 def redistribute(
     x: DTensor,
@@ -309,38 +335,109 @@ def redistribute(
     placements: Any,
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
+    async_op: bool = False,
 ) -> DTensor:
     """The first call of ``DTensor.redistribute`` for a layout pair."""
-    src = x._spec.layout
-    mesh, dims, partial = resolve(
-        src.mesh if device_mesh is None else device_mesh, placements, src.ndim
-    )
-    if mesh is not src.mesh:
-        if mesh != src.mesh and src.mesh.axes_in(mesh) is None:
-            raise MeshError(
-                f"a tensor on {src.mesh} cannot be moved to {mesh}, which does not contain it."
-            )
-        src = src.on(mesh)
-        x = wrap(onto(x, mesh), spec_of(src, x._spec.transport))
-    if forward_dtype is not None and forward_dtype != src.dtype:
+    if forward_dtype is not None and forward_dtype != x._spec.layout.dtype:
         x = x.to(forward_dtype)  # pyright: ignore[reportAssignmentType]
-        src = x._spec.layout
-    dst = dense(src).with_placement(dims, _inside(partial))
-    move = mover(src, dst, x._spec.transport)
-    out = spec_of(dst, x._spec.transport)
-    if key is not None and forward_dtype is None and backward_dtype is None:
+        key = None
+    own, move, out, plain = planned(x, device_mesh, placements)
+    if async_op:
+        return start(move, own, out)
+    if key is not None and plain and backward_dtype is None:
         x._spec.programs[0][key] = (move, out)
     if (
-        backward_dtype not in (None, src.dtype)
-        and x._local.requires_grad
+        backward_dtype not in (None, x._spec.layout.dtype)
+        and own.requires_grad
         and torch.is_grad_enabled()
     ):
-        local: Tensor = _castback(x._local, move, backward_dtype)  # pyright: ignore[reportAssignmentType]
+        local: Tensor = _castback(own, move, backward_dtype)  # pyright: ignore[reportAssignmentType]
     else:
-        local = move(x._local)
+        local = move(own)
     if local is x._local:
         local = alias(local)
     return wrap(local, out)
+
+
+class Dropped(Mover):
+    """A move on the whole mesh, for a rank that the slice it leads to leaves out: it ends with nothing."""
+
+    __slots__ = ()
+
+    def __init__(self, how: Mover) -> None:
+        super().__init__(how.src, how.dst, how.transport)
+        self.steps = (*self.steps, lambda x: x.new_empty((0,) * x.ndim))
+
+    @property
+    def back(self) -> Mover:
+        """From a gradient of nothing: zeros, which travel like those of the others."""
+        back = Mover(self.dst.dual(), self.src.dual(), self.transport)
+        shape = spec_of(self.dst, self.transport).local_shape
+        back.steps = (
+            lambda g: torch.zeros(shape, dtype=g.dtype, device=g.device),
+            *back.steps,
+        )
+        return back
+
+    def now(self) -> Mover:
+        """There is one way."""
+        return self
+
+
+def related(src: Mesh, dst: Mesh, transport: Transport) -> str:
+    """How two meshes stand to each other: ``"contains"``, ``"slice"`` or ``"other"``.
+
+    A slice is each caller's own: ``mesh["tp"]`` is another mesh on other rows. But the same ranks may be meant
+    as one mesh for all; which it is shows in who holds something, so the ranks of the larger mesh tell each
+    other, once for each pair.
+    """
+    if src == dst:
+        return "contains"
+    known: dict[Any, str] = transport.state.setdefault("related", {})
+    found = known.get((src, dst))
+    if found is not None:
+        return found
+    if src.axes_in(dst) is not None:
+        everyone = dst.ranks
+    elif dst.axes_in(src) is not None:
+        known[src, dst] = "slice"
+        return "slice"
+    else:
+        everyone = (*src.ranks, *(r for r in dst.ranks if r not in src.ranks))
+    kind = "other"
+    if transport.rank in everyone:
+        mine = (src.ranks, src.shape, dst.ranks, dst.shape, transport.rank in src.ranks)
+        said = transport.all_gather_object(mine, everyone)
+        if src.axes_in(dst) is not None and all(s[4] for s in said):
+            kind = "contains"
+        elif len({s[:4] for s in said}) > 1:
+            raise MeshError(
+                f"the ranks do not agree on the meshes of a move: from {src} to {dst} says rank {transport.rank}.",
+                tries=[
+                    "the same two meshes on every rank; a slice like mesh['tp'] differs from row to row"
+                ],
+            )
+    known[src, dst] = kind
+    return kind
+
+
+def _lifted(slice_: Mesh, mesh: Mesh, dims: Any, partial: Any) -> tuple[Mesh, Any, Any]:
+    """A placement on a slice, on the mesh it is a slice of: replicated over the missing axes."""
+    axes = slice_.axes_in(mesh)
+    assert axes is not None, "a slice"
+    out: list[Any] = [None] * mesh.ndim
+    for a, op in zip(axes, partial):
+        out[a] = op
+    return mesh, tuple(tuple(axes[a] for a in d) for d in dims), tuple(out)
+
+
+def _on_slice(layout: Layout, slice_: Mesh) -> Layout:
+    """A layout that replicates over the axes that a slice lacks, on the slice."""
+    axes = slice_.axes_in(layout.mesh)
+    assert axes is not None, "a slice"
+    dims = tuple(tuple(axes.index(a) for a in d) for d in layout.dims)
+    partial = tuple(layout.partial[a] for a in axes)
+    return Layout(slice_, dims, partial, layout.shape, layout.stride, layout.dtype)
 
 
 class _CastBack(torch.autograd.Function):

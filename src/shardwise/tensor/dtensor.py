@@ -432,7 +432,8 @@ class DTensor(Protocol):
         Args:
             device_mesh: The mesh; None keeps it.
             placements: Placements, spec or layout; None replicates.
-            async_op: Accepted for torch's sake; the move is complete when this returns.
+            async_op: Return at once; the first use of the result waits for it. Several may be in flight,
+                and must be used first in the same order on all ranks.
             forward_dtype: Cast to this before moving.
             backward_dtype: Cast gradients to this before moving them back.
 
@@ -454,9 +455,9 @@ class DTensor(Protocol):
             found = spec.programs[0].get(key)
         except TypeError:  # an unhashable spec
             key, found = None, None
-        if found is None or forward_dtype is not None or backward_dtype is not None:
+        if found is None or async_op or forward_dtype is not None or backward_dtype is not None:
             return _CROSSINGS["redistribute"](
-                self, key, device_mesh, placements, forward_dtype, backward_dtype
+                self, key, device_mesh, placements, forward_dtype, backward_dtype, async_op
             )
         move, out = found
         local = move(self._local)

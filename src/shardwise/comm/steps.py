@@ -1,0 +1,248 @@
+"""One step of a route on one rank: pack, one collective, unpack.
+
+A communicating step is a ``Collective`` in three parts, so that it can run at once, be started and waited for
+later (``async_op``), or share its collective with the like steps of other tensors (``redistribute_many``).
+Local re-cuts are plain functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.one_shot import NEUTRAL, OneShot, Packed, exchange, neutral
+from shardwise.comm.transport import Handle, Transport
+from shardwise.layout.layout import Layout
+from shardwise.route.moves import Move
+
+Step = Callable[[Tensor], Tensor]
+
+
+class Collective:
+    """A step that communicates: ``unpack(exchange(pack(x)), x)``.
+
+    Attributes:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        ranks: The group.
+        op: The reduction, for the kinds that have one.
+        tag: Names of the mesh axes.
+        pack: What this rank puts in: any shape for an all_reduce and an all_gather, [n, ...] for a
+            reduce_scatter.
+        unpack: From what comes out, the step's result.
+    """
+
+    __slots__ = ("kind", "op", "pack", "ranks", "tag", "transport", "unpack")
+
+    def __init__(
+        self,
+        kind: str,
+        transport: Transport,
+        ranks: tuple[int, ...],
+        op: str,
+        tag: str,
+        parts: tuple[Step | None, Step | None],
+    ) -> None:
+        self.kind, self.transport, self.ranks, self.op, self.tag = (
+            kind,
+            transport,
+            ranks,
+            op,
+            tag,
+        )
+        self.pack, self.unpack = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Run, and wait."""
+        x = x.contiguous() if self.pack is None else self.pack(x)
+        if self.kind == "all_gather":
+            out = self.transport.all_gather(x, self.ranks, tag=self.tag)
+        elif self.kind == "reduce_scatter":
+            out = self.transport.reduce_scatter(x, self.ranks, self.op, tag=self.tag)
+        else:
+            out = self.transport.all_reduce(x, self.ranks, self.op, tag=self.tag)
+        return out if self.unpack is None else self.unpack(out)
+
+    def begin(self, x: Tensor) -> Handle:
+        """Start; ``unpack`` what the handle gives."""
+        x = x.contiguous() if self.pack is None else self.pack(x)
+        return self.send(x)
+
+    def send(self, packed: Tensor) -> Handle:
+        """Start the collective of what is packed."""
+        if self.kind == "all_gather":
+            return self.transport.all_gather_async(packed, self.ranks, tag=self.tag)
+        if self.kind == "reduce_scatter":
+            return self.transport.reduce_scatter_async(
+                packed, self.ranks, self.op, tag=self.tag
+            )
+        return self.transport.all_reduce_async(packed, self.ranks, self.op, tag=self.tag)
+
+    def finish(self, got: Tensor) -> Tensor:
+        """The step's result."""
+        return got if self.unpack is None else self.unpack(got)
+
+
+def compile_move(move: Move, coord: tuple[int, ...], transport: Transport) -> Step:
+    """A move as the rank at a coordinate carries it out."""
+    mesh = move.src.mesh
+    ranks = mesh.group_ranks(move.axes, coord)
+    tag = "*".join(mesh.axis_name(a) for a in move.axes)
+    match move.kind:
+        case "all_gather" | "reduce_scatter":
+            peers = [mesh.coordinate_of(r) for r in ranks]
+            make = _all_gather if move.kind == "all_gather" else _reduce_scatter
+            parts = make(move, coord, ranks.index(transport.rank), peers)
+            return Collective(move.kind, transport, ranks, move.op or "sum", tag, parts)
+        case "all_reduce":
+            return Collective(
+                "all_reduce", transport, ranks, move.op or "sum", tag, (None, None)
+            )
+        case "slice":
+            (mine, _), (whole, _) = move.dst.box(coord), move.src.box(coord)
+            dim, size = move.dim, move.dst.box(coord)[1][move.dim]
+            start = mine[dim] - whole[dim] if size else 0
+            return lambda x: x.narrow(dim, start, size).clone(
+                memory_format=torch.contiguous_format
+            )
+        case "pad":
+            return _pad(move, coord)
+        case "keep":
+            op = move.op or "sum"
+            if op not in NEUTRAL or all(coord[a] == 0 for a in move.axes):
+                return lambda x: x.clone()
+            return lambda x: neutral(x.shape, op, x)
+        case _:
+            swapped = _swapped_dims(move)
+            if swapped is not None:
+                return Swap(swapped, transport, ranks, tag)
+            return OneShot(move.exchange, ranks, transport, tag)
+
+
+def _pieces(
+    whole: Layout, cut: Layout, dim: int, coord: Any, peers: Any
+) -> list[tuple[int, int]]:
+    """Start (within this rank's piece of ``whole``) and size, along ``dim``, of every peer's piece of ``cut``."""
+    base = whole.box(coord)[0][dim]
+    out = []
+    for peer in peers:
+        offsets, sizes = cut.box(peer)
+        out.append((offsets[dim] - base if sizes[dim] else 0, sizes[dim]))
+    return out
+
+
+def _all_gather(move: Move, coord: Any, place: int, peers: Any) -> tuple[Step | None, Step]:
+    dim, n = move.dim, len(peers)
+    sizes = [size for _, size in _pieces(move.dst, move.src, dim, coord, peers)]
+    if len(set(sizes)) == 1:
+        if dim == 0:
+            return None, lambda got: got.flatten(0, 1)
+        # flatten may be a view
+        return None, lambda got: got.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    largest = max(sizes)
+
+    def pack(x: Tensor) -> Tensor:
+        if x.shape[dim] != largest:
+            shape = (*x.shape[:dim], largest, *x.shape[dim + 1 :])
+            padded = torch.zeros(shape, dtype=x.dtype, device=x.device)
+            padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+            x = padded
+        return x.contiguous()
+
+    def unpack(got: Tensor) -> Tensor:
+        parts = [got[i].narrow(dim, 0, sizes[i]) for i in range(n) if sizes[i]]
+        return torch.cat(parts or [got[0]], dim)
+
+    return pack, unpack
+
+
+def _reduce_scatter(move: Move, coord: Any, place: int, peers: Any) -> tuple[Step, Step | None]:
+    dim, n = move.dim, len(peers)
+    pieces = _pieces(move.src, move.dst, dim, coord, peers)
+    sizes = [size for _, size in pieces]
+    mine = sizes[place]
+    if len(set(sizes)) == 1:
+        if dim == 0:
+            return lambda x: x.contiguous().unflatten(0, (n, mine)), None
+        return lambda x: x.unflatten(dim, (n, mine)).movedim(dim, 0).contiguous(), None
+    largest = max(sizes)
+
+    def pack(x: Tensor) -> Tensor:
+        shape = (n, *x.shape[:dim], largest, *x.shape[dim + 1 :])
+        parts = torch.zeros(shape, dtype=x.dtype, device=x.device)
+        for i, (start, size) in enumerate(pieces):
+            if size:
+                parts[i].narrow(dim, 0, size).copy_(x.narrow(dim, start, size))
+        return parts
+
+    return pack, lambda got: got.narrow(dim, 0, mine).contiguous()
+
+
+def _pad(move: Move, coord: Any) -> Step:
+    (mine, sizes), (whole, shape) = move.src.box(coord), move.dst.box(coord)
+    dim = move.dim
+    start = mine[dim] - whole[dim] if sizes[dim] else 0
+
+    def pad(x: Tensor) -> Tensor:
+        out = torch.zeros(shape, dtype=x.dtype, device=x.device)
+        out.narrow(dim, start, sizes[dim]).copy_(x)
+        return out
+
+    return pad
+
+
+def _swapped_dims(move: Move) -> tuple[int, int] | None:
+    """The dims (i, j) of a move that only takes the minor axes of i to the end of j, all pieces even."""
+    src, dst = move.src, move.dst
+    changed = [d for d in range(src.ndim) if src.dims[d] != dst.dims[d]]
+    if len(changed) != 2 or src.partial != dst.partial:
+        return None
+    i, j = changed if len(src.dims[changed[0]]) > len(dst.dims[changed[0]]) else changed[::-1]
+    taken = src.dims[i][len(dst.dims[i]) :]
+    moved = src.dims[i] == (*dst.dims[i], *taken) and dst.dims[j] == (*src.dims[j], *taken)
+    even = all(layout.is_even_dim(d) for layout in (src, dst) for d in (i, j))
+    return (i, j) if moved and taken == move.axes and even else None
+
+
+class Swap:
+    """S(i) -> S(j) with even pieces: two reshuffles around one exchange."""
+
+    __slots__ = ("dims", "ranks", "tag", "transport")
+
+    def __init__(
+        self, dims: tuple[int, int], transport: Transport, ranks: tuple[int, ...], tag: str
+    ) -> None:
+        self.dims, self.transport, self.ranks, self.tag = dims, transport, ranks, tag
+
+    def pack(self, x: Tensor) -> Packed:
+        """What this rank sends, and what makes the result of what comes."""
+        i, j = self.dims
+        n = len(self.ranks)
+        parts = x.unflatten(j, (n, x.shape[j] // n)).movedim(j, 0)
+        shape, splits = parts.shape, [x.numel() // n] * n
+        return (
+            parts.reshape(-1),
+            splits,
+            splits,
+            lambda flat: flat.view(shape).movedim(0, i).flatten(i, i + 1),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Exchange, and wait for it."""
+        return exchange(self, x)
+
+
+def begin(step: Step, x: Tensor) -> tuple[Handle | None, Step]:
+    """Start a step: its handle (None: it is local, and done) and what makes the result of what arrives."""
+    if isinstance(step, Collective):
+        return step.begin(x), step.finish
+    if isinstance(step, (OneShot, Swap)):
+        flat, in_splits, out_splits, finish = step.pack(x)
+        handle = step.transport.all_to_all_async(
+            flat, step.ranks, in_splits, out_splits, tag=step.tag
+        )
+        return handle, finish
+    y = step(x)
+    return None, lambda _: y

@@ -1,0 +1,143 @@
+"""Several tensors redistributed together: ``redistribute_many`` and ``redistribute_state``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.comm.execute import Mover
+from shardwise.comm.many import move_many
+from shardwise.errors import LayoutError
+from shardwise.layout.layout import Layout
+from shardwise.layout.mesh import Mesh
+from shardwise.program.spec import Spec
+from shardwise.tensor.crossings import planned
+from shardwise.tensor.dtensor import DTensor, wrap
+from shardwise.tensor.strides import alias
+
+
+def redistribute_many(
+    tensors: Sequence[DTensor], placements: Any = None, device_mesh: Any = None
+) -> list[DTensor]:
+    """The same values in other layouts, moved together: few collectives for many tensors. Differentiable.
+
+    What several of them send over the same ranks, in the same way and dtype, travels in one collective; tensors
+    of more than 4 MiB keep their own, all under way at once. The gradients travel together, too.
+
+    Args:
+        tensors: DTensors.
+        placements: A list with one entry for each tensor (placements, spec, layout or None), or one layout or
+            spec for all of them.
+        device_mesh: The mesh of all results; None keeps each tensor's own, or that of its layout.
+
+    Returns:
+        One DTensor for each.
+
+    Raises:
+        LayoutError: The placements do not fit, or something is no DTensor.
+
+    Example:
+        >>> whole = redistribute_many(list(model.parameters()))      # doctest: +SKIP
+    """
+    each = _one_for_each(tensors, placements)
+    movers: list[Mover] = []
+    outs: list[Spec] = []
+    locals_: list[Tensor] = []
+    for x, to in zip(tensors, each):
+        if not isinstance(x, DTensor):
+            raise LayoutError(f"redistribute_many takes DTensors, not a {type(x).__name__}.")
+        mesh = device_mesh
+        if mesh is None and isinstance(to, Layout):
+            mesh = to.mesh
+        local, move, out, _ = planned(x, mesh, to)
+        locals_.append(local)
+        movers.append(move)
+        outs.append(out)
+    moved = move_many(movers, locals_)
+    return [
+        wrap(alias(y) if y is x._local else y, out) for x, y, out in zip(tensors, moved, outs)
+    ]
+
+
+def _one_for_each(tensors: Sequence[Any], placements: Any) -> list[Any]:
+    several = (
+        isinstance(placements, (list, tuple))
+        and bool(placements)
+        and all(p is None or isinstance(p, (list, tuple, Layout)) for p in placements)
+    )
+    if not several:
+        return [placements] * len(tensors)
+    if len(placements) != len(tensors):
+        raise LayoutError(f"{len(placements)} placements for {len(tensors)} tensors.")
+    return list(placements)
+
+
+def redistribute_state(
+    state: Mapping[str, Any], layouts: Any, device_mesh: Any = None
+) -> dict[str, Any]:
+    """A state dict in other layouts, on the same mesh or another, in one go.
+
+    To hand weights from a trainer to an inference layout: every rank of both meshes calls it with the whole
+    state, and gets the pieces of the layouts that it holds.
+
+    Args:
+        state: Names to DTensors; dicts in it are taken apart. Anything else is passed on as it is.
+        layouts: Names (``"a.b"`` inside dicts) to placements, specs, layouts or DTensors laid out as wanted, or
+            a function from name and tensor to one; names that it lacks keep their placements.
+        device_mesh: The mesh of the results; None keeps each tensor's own, or that of its layout.
+
+    Returns:
+        The same structure, with DTensors in their new layouts.
+
+    Raises:
+        LayoutError: A layout names nothing in the state, or does not fit.
+
+    Example:
+        >>> serving = redistribute_state(model.state_dict(), {"head.weight": [Shard(0)]}, serve_mesh)  # doctest: +SKIP
+    """
+    flat: dict[str, DTensor] = {}
+    _collect(state, "", flat)
+    if not callable(layouts):
+        unknown = sorted(set(layouts) - set(flat))
+        if unknown:
+            raise LayoutError(f"the state has no tensors {', '.join(unknown)}.")
+    targets: list[Any] = []
+    for name, x in flat.items():
+        to = layouts(name, x) if callable(layouts) else layouts.get(name, x.placements)
+        targets.append(to._spec.layout if isinstance(to, DTensor) else to)
+    moved: dict[str, DTensor] = {}
+    by_mesh: dict[Mesh | None, list[int]] = {}
+    names = list(flat)
+    for i, to in enumerate(targets):
+        mesh = to.mesh if device_mesh is None and isinstance(to, Layout) else device_mesh
+        by_mesh.setdefault(mesh, []).append(i)
+    for mesh, places in by_mesh.items():
+        got = redistribute_many(
+            [flat[names[i]] for i in places], [_listed(targets[i]) for i in places], mesh
+        )
+        moved.update(zip((names[i] for i in places), got))
+    return _rebuild(state, "", moved)
+
+
+def _listed(to: Any) -> Any:
+    return to if to is None or isinstance(to, (list, tuple, Layout)) else [to]
+
+
+def _collect(state: Any, prefix: str, out: dict[str, DTensor]) -> None:
+    for name, x in state.items():
+        if isinstance(x, DTensor):
+            out[f"{prefix}{name}"] = x
+        elif isinstance(x, Mapping):
+            _collect(x, f"{prefix}{name}.", out)
+
+
+def _rebuild(state: Any, prefix: str, moved: dict[str, DTensor]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, x in state.items():
+        if isinstance(x, DTensor):
+            out[name] = moved[f"{prefix}{name}"]
+        else:
+            out[name] = _rebuild(x, f"{prefix}{name}.", moved) if isinstance(x, Mapping) else x
+    return out
