@@ -10,7 +10,7 @@ from shardwise.layout.mesh import Mesh as DeviceMesh
 from shardwise.layout.placement import Partial, Replicate, Shard
 from shardwise.program.modes import strict
 from shardwise.random import manual_seed, rng
-from shardwise.route.cost import minimize
+from shardwise.route.cost import Profile, minimize
 import shardwise.rules  # noqa: F401  the table is filled before the first call
 from shardwise.simulate import simulate
 from shardwise.tensor.create import distribute_module, distribute_tensor
@@ -30,13 +30,14 @@ from shardwise.tensor.factories import (
 )
 from shardwise.tensor.gradients import no_sync
 from shardwise.tensor.local_map import local_map
-from shardwise.tensor.many import redistribute_many, redistribute_state
+from shardwise.tensor.many import explain_redistribute, redistribute_many, redistribute_state
 
 __all__ = [
     "CommLog",
     "DTensor",
     "DeviceMesh",
     "Partial",
+    "Profile",
     "Replicate",
     "Shard",
     "arange",
@@ -44,6 +45,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain_redistribute",
     "eye",
     "full",
     "init_device_mesh",

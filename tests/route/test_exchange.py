@@ -57,7 +57,7 @@ def test_both_sides_list_the_same_and_cover_what_is_needed(src, data):
             if to == r:
                 held = src.box(mesh.coordinate_of(sender))
                 assert boxes.intersect(box, held) == box
-        if addends == 1:
+        if addends == 1 and not dst.is_partial:
             assert exchange.received_numel(r) == lower_bound_numel(src, dst, r)
         else:
             assert exchange.received_numel(r) >= lower_bound_numel(src, dst, r)

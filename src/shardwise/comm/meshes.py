@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.profile import profile
 from shardwise.comm.transport import current
 from shardwise.errors import MeshError
 from shardwise.layout.mesh import Mesh, entered_mesh
@@ -24,6 +25,9 @@ class _Runtime:
 
     def tensor(self, values: Sequence[int], shape: tuple[int, ...]) -> Any:
         return torch.tensor(values, dtype=torch.int64, device="cpu").reshape(shape)
+
+    def profile(self, mesh: Mesh, given: Any) -> Any:
+        return profile(mesh, given)
 
 
 Mesh.runtime = _Runtime()

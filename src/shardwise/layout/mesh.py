@@ -32,6 +32,10 @@ class MeshRuntime(Protocol):
         """An integer tensor (so that this floor needs no torch)."""
         ...
 
+    def profile(self, mesh: Mesh, given: Any) -> Any:
+        """The figures of a mesh, measured or given."""
+        ...
+
 
 _ENTERED: ContextVar[tuple[Mesh, ...]] = ContextVar("shardwise_meshes", default=())
 
@@ -204,6 +208,21 @@ class Mesh:
             raise MeshError(f"rank {self.get_rank()} is not on {self}")
         axis = self._one_axis(mesh_dim, "get_group")
         return _runtime().group(self.group_ranks((axis,), coord))
+
+    def profile(self, given: Any = None) -> Any:
+        """How fast this mesh talks: what routes are chosen by from now on. All ranks call it.
+
+        Args:
+            given: A ``shardwise.Profile``, equal on all ranks; ``Profile.nodes(mesh.shape)`` is nodes × GPUs. None
+                measures a few small collectives along each axis, and takes the medians of all ranks.
+
+        Returns:
+            The profile, the same on all ranks.
+
+        Raises:
+            MeshError: The figures do not fit the mesh, or differ between ranks.
+        """
+        return _runtime().profile(self, given)
 
     def get_all_groups(self) -> list[Any]:
         """Communication groups of the caller, one per axis."""

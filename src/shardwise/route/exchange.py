@@ -207,9 +207,11 @@ class Exchange:
 def lower_bound_numel(src: Layout, dst: Layout, rank: int) -> int:
     """The least elements that a rank must receive by any way: what it needs and does not hold.
 
-    A pending addend counts as nothing held of the value, but needs no less than what is missing of the
-    box where it is settled: at least one other addend of all that the rank needs.
+    Of a value with a pending reduction it needs at least one other addend of all that it needs. Where a sum is
+    pending in the target, each rank may hold any part of it: of a single rank nothing can be said.
     """
+    if dst.is_partial:
+        return 0
     exchange = Exchange(src, dst)
     need = exchange.need(dst.mesh.coordinate_of(rank))
     if need is None:

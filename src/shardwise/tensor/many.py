@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.comm.execute import Mover
+from shardwise.comm.execute import Mover, profile_of
 from shardwise.comm.many import move_many
+from shardwise.comm.transport import current
 from shardwise.errors import LayoutError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import Spec
-from shardwise.tensor.crossings import planned
-from shardwise.tensor.dtensor import DTensor, wrap
+from shardwise.route.ledger import Ledger, ledger
+from shardwise.tensor.crossings import dense, planned
+from shardwise.tensor.dtensor import DTensor, resolve, wrap
 from shardwise.tensor.strides import alias
 
 
@@ -119,6 +121,37 @@ def redistribute_state(
         )
         moved.update(zip((names[i] for i in places), got))
     return _rebuild(state, "", moved)
+
+
+def explain_redistribute(src: Any, dst: Any = None, device_mesh: Any = None) -> Ledger:
+    """What ``src.redistribute(device_mesh, dst)`` would do, without doing it; ``print`` it.
+
+    The route, the bytes that each rank receives (to the byte what ``CommLog`` will count), the predicted time,
+    and the lower bound: what a rank needs and does not hold.
+
+    Args:
+        src: A DTensor or a layout.
+        dst: Placements, spec or layout; None replicates.
+        device_mesh: Another mesh; None keeps that of ``src``, or takes that of the layout ``dst``.
+
+    Example:
+        >>> print(explain_redistribute(x, [Shard(1)]))      # doctest: +SKIP
+        f32[64, 64] {0: S(0)} -> f32[64, 64] {0: S(1)}, 4 ranks
+          move             layout after  mean bytes  most  us
+          one_shot over 0  {0: S(1)}           3072  3072  70
+          total                                3072  3072  70
+          lower bound                          3072  3072
+    """
+    layout = src._spec.layout if isinstance(src, DTensor) else src
+    if not isinstance(layout, Layout):
+        raise LayoutError(f"explain_redistribute takes a DTensor or a layout, not {src!r}.")
+    if device_mesh is None:
+        device_mesh = dst.mesh if isinstance(dst, Layout) else layout.mesh
+    mesh, dims, partial = resolve(device_mesh, dst, layout.ndim)
+    layout = dense(layout)
+    partial = tuple("sum" if op == "avg" else op for op in partial)
+    to = Layout(mesh, dims, partial, layout.shape, layout.stride, layout.dtype)
+    return ledger(layout, to, profile_of(layout.mesh, current()))
 
 
 def _listed(to: Any) -> Any:
