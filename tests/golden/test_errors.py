@@ -201,15 +201,6 @@ MeshError: the operands live on meshes that cannot be combined: DeviceMesh(cpu: 
   mesh   DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3)
          DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""",
     )
-    assert_expected_inline(
-        told(lambda rank: data().redistribute(elsewhere().device_mesh, [R])),
-        """\
-MeshError: a tensor on DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3) cannot be moved to DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3)), which does not contain it.
-  in     DTensor.redistribute(x: f32[4, 6] {dp: S(0), tp: S(1)}, device_mesh: (pp=4) over ranks (1, 0, 2, 3), placements: [Replicate()])
-  at     train.py:31
-  mesh   DeviceMesh(cpu: (dp=2, tp=2) over ranks 0-3)
-         DeviceMesh(cpu: (pp=4) over ranks (1, 0, 2, 3))""",
-    )
 
 
 def test_the_module_that_was_called() -> None:

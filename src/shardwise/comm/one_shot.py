@@ -21,6 +21,7 @@ from shardwise.route.exchange import Exchange
 Finish = Callable[[Tensor], Tensor]
 Slices = tuple[slice, ...]
 
+FEW = 256  # pieces that are kept listed; more are worked out at each use
 NEUTRAL = {"sum": 0, "product": 1}  # what adds nothing; any copy does for max and min
 
 
@@ -37,11 +38,9 @@ class OneShot:
     """
 
     __slots__ = (
-        "_gives",
         "_held",
-        "_kept",
+        "_listed",
         "_need",
-        "_takes",
         "direct",
         "exchange",
         "in_splits",
@@ -65,24 +64,30 @@ class OneShot:
         to = dst.mesh.coordinate_of(me)
         self.shape = none[1] if to is None else dst.box(to)[1]
         self._need = none if to is None else dst.box(to)
-        gives = sorted((place[p.rank], p.box) for p in exchange.gives(me))
-        takes = sorted((place[p.rank], p.box, p.addend) for p in exchange.takes(me))
         own = place[me]
         self.in_splits, self.out_splits = [0] * len(ranks), [0] * len(ranks)
-        for i, box in gives:
-            self.in_splits[i] = math.prod(box[1])
-        for i, box, _ in takes:
-            self.out_splits[i] = math.prod(box[1])
-        self.direct = (
-            exchange.op is None
-            and _tiles([box for _, box in gives], self._held)
-            and _tiles([box for _, box, _ in takes], self._need)
-        )
+        for p in exchange.gives(me):
+            self.in_splits[place[p.rank]] = math.prod(p.box[1])
+        for p in exchange.takes(me):
+            self.out_splits[place[p.rank]] = math.prod(p.box[1])
+        few = sum(map(bool, self.in_splits)) + sum(map(bool, self.out_splits)) <= FEW
+        self._listed = self._list() if few else None
+        self.direct = False
+        if self._listed is not None and exchange.op is None:
+            gives, takes = self._listed
+            self.direct = _tiles([box for _, box in gives], self._held) and _tiles(
+                [box for _, box, _ in takes], self._need
+            )
         if not self.direct:  # what stays here need not travel through the buffers
             self.in_splits[own] = self.out_splits[own] = 0
-        self._kept = [(box, k) for i, box, k in takes if i == own]
-        self._gives = [(i, box) for i, box in gives if i != own]
-        self._takes = [(i, box, k) for i, box, k in takes if i != own]
+
+    def _list(self) -> tuple[list[tuple[int, Box]], list[tuple[int, Box, int]]]:
+        """What goes to whom and comes from whom, in group order, what stays here included."""
+        me = self.transport.rank
+        place = {rank: i for i, rank in enumerate(self.ranks)}
+        gives = sorted((place[p.rank], p.box) for p in self.exchange.gives(me))
+        takes = sorted((place[p.rank], p.box, p.addend) for p in self.exchange.takes(me))
+        return gives, takes
 
     def pack(self, x: Tensor) -> Packed:
         """What this rank sends, and what makes the result of what comes."""
@@ -92,20 +97,32 @@ class OneShot:
         if self.direct:
             shape = self.shape
             return x.reshape(-1), self.in_splits, self.out_splits, lambda got: got.view(shape)
+        own = self.ranks.index(self.transport.rank)
+        gives, takes = self._list() if self._listed is None else self._listed
         buffer = x.new_empty(sum(self.in_splits))
         start = 0
-        for _, box in self._gives:
+        for i, box in gives:
+            if i == own:
+                continue
             count = math.prod(box[1])
             buffer[start : start + count].view(box[1]).copy_(x[within(self._held, box)])
             start += count
-        return buffer, self.in_splits, self.out_splits, lambda flat: self._unpack(flat, x)
+        return (
+            buffer,
+            self.in_splits,
+            self.out_splits,
+            lambda flat: self._unpack(flat, x, takes, own),
+        )
 
-    def _unpack(self, flat: Tensor, x: Tensor) -> Tensor:
-        parts: list[tuple[int, Box, Tensor]] = [
-            (k, box, x[within(self._held, box)]) for box, k in self._kept
-        ]
+    def _unpack(
+        self, flat: Tensor, x: Tensor, takes: list[tuple[int, Box, int]], own: int
+    ) -> Tensor:
+        parts: list[tuple[int, Box, Tensor]] = []
         start = 0
-        for _, box, k in self._takes:
+        for i, box, k in takes:
+            if i == own:
+                parts.append((k, box, x[within(self._held, box)]))
+                continue
             count = math.prod(box[1])
             parts.append((k, box, flat[start : start + count].view(box[1])))
             start += count

@@ -8,6 +8,8 @@ Local re-cuts are plain functions.
 from __future__ import annotations
 
 from collections.abc import Callable
+import itertools
+import math
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from shardwise.comm.one_shot import NEUTRAL, OneShot, Packed, exchange, neutral
 from shardwise.comm.transport import Handle, Transport
+from shardwise.layout import boxes
 from shardwise.layout.layout import Layout
 from shardwise.route.moves import Move
 
@@ -92,9 +95,8 @@ def compile_move(move: Move, coord: tuple[int, ...], transport: Transport) -> St
     tag = "*".join(mesh.axis_name(a) for a in move.axes)
     match move.kind:
         case "all_gather" | "reduce_scatter":
-            peers = [mesh.coordinate_of(r) for r in ranks]
             make = _all_gather if move.kind == "all_gather" else _reduce_scatter
-            parts = make(move, coord, ranks.index(transport.rank), peers)
+            parts = make(move, coord, ranks.index(transport.rank))
             return Collective(move.kind, transport, ranks, move.op or "sum", tag, parts)
         case "all_reduce":
             return Collective(
@@ -121,22 +123,21 @@ def compile_move(move: Move, coord: tuple[int, ...], transport: Transport) -> St
             return OneShot(move.exchange, ranks, transport, tag)
 
 
-def _pieces(
-    whole: Layout, cut: Layout, dim: int, coord: Any, peers: Any
-) -> list[tuple[int, int]]:
-    """Start (within this rank's piece of ``whole``) and size, along ``dim``, of every peer's piece of ``cut``."""
-    base = whole.box(coord)[0][dim]
-    out = []
-    for peer in peers:
-        offsets, sizes = cut.box(peer)
-        out.append((offsets[dim] - base if sizes[dim] else 0, sizes[dim]))
-    return out
+def _sizes(move: Move, cut: Layout, coord: Any) -> list[int]:
+    """Sizes along the dim of the members' pieces, in group order, which is that of the pieces."""
+    mesh, dim = move.src.mesh, move.dim
+    axes = cut.dims[dim]
+    shape = [mesh.shape[a] for a in axes]
+    kept = [coord[a] for a in axes[: len(axes) - len(move.axes)]]
+    return [
+        boxes.nested(cut.shape[dim], shape, (*kept, *at))[1]
+        for at in itertools.product(*(range(mesh.shape[a]) for a in move.axes))
+    ]
 
 
-def _all_gather(move: Move, coord: Any, place: int, peers: Any) -> tuple[Step | None, Step]:
-    dim, n = move.dim, len(peers)
-    sizes = [size for _, size in _pieces(move.dst, move.src, dim, coord, peers)]
-    if len(set(sizes)) == 1:
+def _all_gather(move: Move, coord: Any, place: int) -> tuple[Step | None, Step]:
+    dim = move.dim
+    if move.src.is_even_dim(dim) or len(set(sizes := _sizes(move, move.src, coord))) == 1:
         if dim == 0:
             return None, lambda got: got.flatten(0, 1)
         # flatten may be a view
@@ -152,32 +153,33 @@ def _all_gather(move: Move, coord: Any, place: int, peers: Any) -> tuple[Step | 
         return x.contiguous()
 
     def unpack(got: Tensor) -> Tensor:
-        parts = [got[i].narrow(dim, 0, sizes[i]) for i in range(n) if sizes[i]]
+        parts = [got[i].narrow(dim, 0, size) for i, size in enumerate(sizes) if size]
         return torch.cat(parts or [got[0]], dim)
 
     return pack, unpack
 
 
-def _reduce_scatter(move: Move, coord: Any, place: int, peers: Any) -> tuple[Step, Step | None]:
-    dim, n = move.dim, len(peers)
-    pieces = _pieces(move.src, move.dst, dim, coord, peers)
-    sizes = [size for _, size in pieces]
-    mine = sizes[place]
-    if len(set(sizes)) == 1:
+def _reduce_scatter(move: Move, coord: Any, place: int) -> tuple[Step, Step | None]:
+    dim = move.dim
+    n = math.prod(move.src.mesh.shape[a] for a in move.axes)
+    if move.dst.is_even_dim(dim) or len(set(sizes := _sizes(move, move.dst, coord))) == 1:
+        mine = move.dst.box(coord)[1][dim]
         if dim == 0:
             return lambda x: x.contiguous().unflatten(0, (n, mine)), None
         return lambda x: x.unflatten(dim, (n, mine)).movedim(dim, 0).contiguous(), None
-    largest = max(sizes)
+    largest, own = max(sizes), sizes[place]
 
     def pack(x: Tensor) -> Tensor:
         shape = (n, *x.shape[:dim], largest, *x.shape[dim + 1 :])
         parts = torch.zeros(shape, dtype=x.dtype, device=x.device)
-        for i, (start, size) in enumerate(pieces):
+        start = 0
+        for i, size in enumerate(sizes):
             if size:
                 parts[i].narrow(dim, 0, size).copy_(x.narrow(dim, start, size))
+            start += size
         return parts
 
-    return pack, lambda got: got.narrow(dim, 0, mine).contiguous()
+    return pack, lambda got: got.narrow(dim, 0, own).contiguous()
 
 
 def _pad(move: Move, coord: Any) -> Step:

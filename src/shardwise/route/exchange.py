@@ -105,11 +105,11 @@ class Exchange:
         mesh, near = self.src.mesh, self._near(rank)
         cutting = [a for axes in self.src.dims for a in axes]
         settled = self.settled
-        addends = list(itertools.product(*(range(mesh.shape[a]) for a in settled)))
-        for parts in itertools.product(*map(list, self._touching(self.src, need))):
+        addends = [range(mesh.shape[a]) for a in settled]
+        for parts in _meeting(self.src, need):
             block = [i for at, _ in parts for i in at]
             box = tuple(r[0] for _, r in parts), tuple(r[1] for _, r in parts)
-            for k, addend in enumerate(addends):
+            for k, addend in enumerate(itertools.product(*addends)):
                 fixed = dict(zip(cutting, block)) | dict(zip(settled, addend))
                 yield Piece(mesh.rank_at(self._source(near, fixed)), box, k)
 
@@ -134,7 +134,7 @@ class Exchange:
             (0,) if a in made else (stays[a],) if a in stays else range(mesh.shape[a])
             for a in others
         ]
-        for parts in itertools.product(*map(list, self._touching(self.dst, held))):
+        for parts in _meeting(self.dst, held):
             at = dict(zip(cutting, (i for where, _ in parts for i in where)))
             if any(at.get(a, i) != i for a, i in stays.items()):
                 continue
@@ -156,14 +156,6 @@ class Exchange:
             for a, i in enumerate(own)
             if a not in cutting and a not in settled and a not in self.spread
         }
-
-    @staticmethod
-    def _touching(layout: Layout, box: Box) -> list[Iterator[tuple[Coord, Range]]]:
-        shape = layout.mesh.shape
-        return [
-            boxes.touching(n, [shape[a] for a in axes], wanted)
-            for n, axes, wanted in zip(layout.shape, layout.dims, zip(*box))
-        ]
 
     def _near(self, rank: int) -> tuple[Coord, bool]:
         """The receiver's own coordinates on the source mesh, and whether it lies there.
@@ -202,6 +194,19 @@ class Exchange:
     def sent_numel(self, rank: int) -> int:
         """Elements that a rank sends to others."""
         return sum(math.prod(p.box[1]) for p in self.gives(rank) if p.rank != rank)
+
+
+def _meeting(
+    layout: Layout, box: Box, dim: int = 0
+) -> Iterator[tuple[tuple[Coord, Range], ...]]:
+    """The pieces of a layout that meet a box: for each dim the coordinates and the overlap."""
+    if dim == layout.ndim:
+        yield ()
+        return
+    sizes = [layout.mesh.shape[a] for a in layout.dims[dim]]
+    for here in boxes.touching(layout.shape[dim], sizes, (box[0][dim], box[1][dim])):
+        for rest in _meeting(layout, box, dim + 1):
+            yield (here, *rest)
 
 
 def lower_bound_numel(src: Layout, dst: Layout, rank: int) -> int:

@@ -1,0 +1,87 @@
+"""Moves in four real processes over Gloo: every pair, ranks that hold nothing, two meshes, under way."""
+
+import contextlib
+import itertools
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from shardwise import (
+    DeviceMesh,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    minimize,
+    redistribute_many,
+)
+from shardwise.testing.sweep import lay_out
+
+KINDS = [Replicate(), Partial(), Shard(0), Shard(1)]
+WORLD = 4
+
+
+def check_pairs(rank):
+    for shape, size in itertools.product([(4,), (2, 2)], [(1, 2), (5, 3), (0, 2)]):
+        mesh = init_device_mesh("cpu", shape)
+        x = torch.arange(size[0] * size[1]).double().view(size)
+        places = list(itertools.product(KINDS, repeat=len(shape)))
+        pairs = list(itertools.product(places, places))
+        for scope in (contextlib.nullcontext(), minimize("bytes")):
+            with scope:
+                for src, dst in pairs[:: 1 if len(shape) == 1 else 3]:
+                    d = lay_out(x, mesh, src)
+                    assert torch.equal(d.redistribute(mesh, dst).full_tensor(), x), (src, dst)
+        ds = [lay_out(x, mesh, src) for src, _ in pairs]
+        flying = [d.redistribute(mesh, dst, async_op=True) for d, (_, dst) in zip(ds, pairs)]
+        many = redistribute_many(ds, [dst for _, dst in pairs])
+        for a, b in zip(flying, many):
+            assert torch.equal(a.full_tensor(), x)
+            assert torch.equal(b.full_tensor(), x)
+
+
+def check_meshes(rank):
+    x, w = torch.randn(5, 3).double(), torch.randn(5, 3).double()
+    dist.broadcast(x, 0)
+    dist.broadcast(w, 0)
+    for a, b in [([0, 1, 2, 3], [0, 1]), ([0, 1], [[3, 2], [1, 0]]), ([2], [0, 1, 3])]:
+        one, two = DeviceMesh("cpu", a), DeviceMesh("cpu", b)
+        d = distribute_tensor(x, one, [Shard(0)]).requires_grad_()
+        y = d.redistribute(two, [Shard(1)])
+        (y * distribute_tensor(w, two, [Shard(1)])).sum().backward()
+        if two.coordinate_of(rank) is not None:
+            assert torch.equal(y.full_tensor().detach(), x)
+        if one.coordinate_of(rank) is not None:
+            assert torch.equal(d.grad.full_tensor(), w)
+
+
+def check_profile(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    found = mesh.profile()
+    said = [None] * WORLD
+    dist.all_gather_object(said, found)
+    assert len(set(said)) == 1
+
+
+def main(rank, port):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
+    )
+    check_pairs(rank)
+    check_meshes(rank)
+    check_profile(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.multi
+def test_over_gloo():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    spawn(main, (port,), nprocs=WORLD)
