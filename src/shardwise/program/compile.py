@@ -44,6 +44,7 @@ class Program:
         rest: Plain arguments after the one tensor, localized, for the hot path; else None.
         dense: The layout is row-major but the kernel returned something else: copy.
         moved_view: Results alias a moved copy of the first argument, not the argument.
+        together: More than one operand sends something: they move in few collectives.
     """
 
     __slots__ = (
@@ -61,12 +62,16 @@ class Program:
         "simple",
         "target",
         "template",
+        "together",
         "view",
         "wrap_many",
     )
 
     def __init__(self, func: Any, movers: tuple[Step | None, ...]) -> None:
         self.func, self.movers = func, movers
+        self.together = (
+            sum(m is not None and getattr(m, "communicates", False) for m in movers) > 1
+        )
         self.name = getattr(func, "__name__", str(func))
         self.ctx: LocalContext | None = None
         self.template: tuple[Any, dict[str, Any]] | None = None
@@ -96,7 +101,7 @@ class Program:
 
     def _move(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Move the operands; one that is passed twice moves once, several that communicate move together."""
-        if len(self.movers) > 1 and several(self.movers):
+        if self.together:
             return move_operands(self.movers, tensors)
         moved: list[Tensor] = []
         done: dict[tuple[int, int], Tensor] = {}
@@ -114,7 +119,7 @@ class Program:
 def move_args(program: Any, *args: Any) -> list[Any]:
     """The arguments, tensors moved; one that is passed twice moves once."""
     out: list[Any] = []
-    if several(program.arg_movers):
+    if program.together:
         return move_operands(program.arg_movers, args)
     for i, (a, m) in enumerate(zip(args, program.arg_movers)):
         if m is None:
@@ -127,11 +132,6 @@ def move_args(program: Any, *args: Any) -> list[Any]:
         else:
             out.append(m(a))
     return out
-
-
-def several(movers: Sequence[Any]) -> bool:
-    """Whether more than one operand sends something."""
-    return sum(m is not None and m.communicates for m in movers) > 1
 
 
 def move_operands(movers: Sequence[Any], args: Sequence[Any]) -> list[Any]:
