@@ -61,5 +61,5 @@ $(READY): pyproject.toml
 	  done; \
 	  echo "shardwise needs Python 3.11 or newer with the venv module; set PYTHON=/path/to/python" >&2; exit 1; }
 	$(PY) -m pip install --disable-pip-version-check --quiet $(TORCH)
-	$(PY) -m pip install --disable-pip-version-check --quiet -e '.[dev,demo]'
+	$(PY) -m pip install --disable-pip-version-check --quiet -e '.[dev,demo,cli]'
 	@touch $@

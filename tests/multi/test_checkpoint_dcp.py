@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.multiprocessing.spawn import spawn
 
 import shardwise
-from shardwise import Replicate, Shard, distribute_tensor
+from shardwise import Replicate, Shard, checkpoint, distribute_tensor
 from shardwise.errors import CheckpointError
 
 WORLD = 4
@@ -111,6 +111,42 @@ def check_torch_reads_ours_and_we_read_torchs(folder, rank):
             same(got, {n: x for n, x in state(place).items() if n in got})
 
 
+def check_our_own_save_and_load(folder, rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import (
+        Shard as TorchShard,
+        distribute_tensor as torch_distribute,
+    )
+
+    mesh = init_device_mesh("cpu", (4,))
+    for step, place in enumerate(("grid", "half", "turned")):
+        saving = checkpoint.async_save({"model": state(place)}, folder / "ours", step=step)
+        assert saving.result() == checkpoint.latest(folder / "ours")
+        theirs = {
+            n: torch_distribute(torch.zeros_like(x), mesh, [TorchShard(0)])
+            for n, x in TENSORS.items()
+        }
+        dcp.load({"model": theirs}, checkpoint_id=saving.result())
+        for name, x in TENSORS.items():
+            want = torch_distribute(x, mesh, [TorchShard(0)])
+            assert torch.equal(theirs[name].to_local(), want.to_local()), name
+        for other in ("columns", "whole", "one"):
+            got = state(other, blank=True)
+            checkpoint.load({"model": got}, saving.result())
+            same(got, state(other))
+    for place in ("rows", "twice", "half"):
+        got = state(place, blank=True)
+        del got["scalar"]
+        checkpoint.load({"model": got}, folder / "theirs0")
+        same(got, {n: x for n, x in state(place).items() if n in got})
+    checkpoint.save_safetensors({"x": state("grid")["uneven"]}, folder / "x.safetensors")
+    got = {"x": state("rows", blank=True)["uneven"]}
+    checkpoint.load(got, folder / "x.safetensors")
+    same(got, {"x": state("rows")["uneven"]})
+    with pytest.raises(CheckpointError, match="is there already"):
+        checkpoint.save({"x": torch.ones(1)}, folder / "ours", step=2)
+
+
 def check_async_save(folder, rank):
     kept = state("grid")
     kept["parameter"] = torch.nn.Parameter(distribute_tensor(value(6, 6), grid(), [S(1), R]))
@@ -150,6 +186,7 @@ CHECKS = [
     check_any_layout_to_any,
     check_torch_reads_ours_and_we_read_torchs,
     check_async_save,
+    check_our_own_save_and_load,
     check_fewer_processes,
     check_pending_sums_are_refused,
 ]

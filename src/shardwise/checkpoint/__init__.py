@@ -14,6 +14,7 @@ checkpoint.save(state, "runs/a", step=100, keep=3)
 Importing this room also plugs ``DTensor`` into ``torch.distributed.checkpoint`` (``protocol.py``).
 """
 
+from shardwise.checkpoint.export import save_safetensors
 from shardwise.checkpoint.loading import LoadReport, Mismatch, load
 import shardwise.checkpoint.protocol  # noqa: F401  DTensor learns torch's protocol
 from shardwise.checkpoint.rng import RNG
@@ -47,6 +48,7 @@ __all__ = [
     "latest",
     "load",
     "save",
+    "save_safetensors",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",

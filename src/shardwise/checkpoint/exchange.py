@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.comm.transport import Transport
+from shardwise.comm.transport import Handle, Transport
 from shardwise.layout.boxes import Box, overlap
 
 _ALIGN = 16  # the largest element
@@ -93,9 +93,8 @@ def exchange(
     fetch: Callable[[Transfer], Tensor],
     store: Callable[[Transfer, Tensor], None],
     device: torch.device,
-    after: Callable[[], None] | None = None,
 ) -> None:
-    """Carry out rounds of transfers.
+    """Carry out rounds of transfers; while one is under way, what stays here and what has come is copied.
 
     Args:
         transport: This rank's transport.
@@ -103,37 +102,46 @@ def exchange(
         fetch: The box of a transfer, of a source on this rank.
         store: Takes the box of a transfer to this rank.
         device: Where the bytes lie when they are exchanged.
-        after: Called after each round.
     """
     ranks, rank = tuple(range(transport.world_size)), transport.rank
+    under_way: tuple[Handle, list[Transfer]] | None = None
     for one in work:
         leaving: list[list[Transfer]] = [[] for _ in ranks]
         coming: list[list[Transfer]] = [[] for _ in ranks]
-        remote = False
+        staying: list[Transfer] = []
         for t in one:
             if t.src == t.dst:
                 if t.src == rank:
-                    store(t, fetch(t))
-                continue
-            remote = True
-            if t.src == rank:
+                    staying.append(t)
+            elif t.src == rank:
                 leaving[t.dst].append(t)
-            if t.dst == rank:
+            elif t.dst == rank:
                 coming[t.src].append(t)
-        if remote:
+        started = None
+        if any(t.src != t.dst for t in one):
             sizes = [sum(t.nbytes for t in ts) for ts in leaving]
             packed = _pack([t for ts in leaving for t in ts], fetch, sum(sizes), device)
             wanted = [sum(t.nbytes for t in ts) for ts in coming]
-            got = transport.all_to_all(packed, ranks, sizes, wanted, tag="checkpoint")
-            del packed
-            at = 0
-            for t in (t for ts in coming for t in ts):
-                n = math.prod(t.box[1]) * t.dtype.itemsize
-                store(t, got[at : at + n].view(t.dtype).view(t.box[1]))
-                at += t.nbytes
-            del got
-        if after is not None:
-            after()
+            handle = transport.all_to_all_async(packed, ranks, sizes, wanted, tag="checkpoint")
+            started = handle, [t for ts in coming for t in ts]
+        for t in staying:
+            store(t, fetch(t))
+        if under_way is not None:
+            _unpack(*under_way, store)
+        under_way = started
+    if under_way is not None:
+        _unpack(*under_way, store)
+
+
+def _unpack(
+    handle: Handle, coming: list[Transfer], store: Callable[[Transfer, Tensor], None]
+) -> None:
+    got = handle.wait()
+    at = 0
+    for t in coming:
+        n = math.prod(t.box[1]) * t.dtype.itemsize
+        store(t, got[at : at + n].view(t.dtype).view(t.box[1]))
+        at += t.nbytes
 
 
 def _pack(

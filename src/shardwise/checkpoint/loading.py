@@ -62,7 +62,7 @@ from shardwise.layout.boxes import slices
 from shardwise.program.spec import spec_of
 from shardwise.tensor.dtensor import DTensor, wrap
 
-_LEAST_BUDGET, _MOST_BUDGET = 1 << 20, 1 << 25
+_LEAST_BUDGET, _MOST_BUDGET = 1 << 20, 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +394,7 @@ def _load_tensors(
     )
     together(transport, error)
     keys = _without_twins(keys, world, index)
-    entries = _opened(transport, reader, index, keys)
+    entries = opened(transport, reader, index, keys)
     wanted = {k: wanted[k] for k in entries if wanted[k].boxes}
     blocks, error = attempt(lambda: _blocks(entries, wanted), index.folder)
     together(transport, error)
@@ -415,10 +415,7 @@ def _load_tensors(
         block = blocks[t.source]
         data = whole.get(t.source)
         if data is None:
-            raw = reader.again(block.file, block.start, block.nbytes)
-            if block.start % block.dtype.itemsize:  # as torch and others write
-                raw = raw.clone()
-            data = raw.view(block.dtype).view(block.box[1])
+            data = _elements(block, reader.again(block.file, block.start, block.nbytes))
         return data[slices(t.box, block.box)]
 
     def store(t: Transfer, piece: Tensor) -> None:
@@ -458,7 +455,7 @@ def _without_twins(keys: set[str], world: list[list[Slot]], index: Index) -> lis
     return out
 
 
-def _opened(
+def opened(
     transport: Transport, reader: Reader, index: Index, keys: list[str]
 ) -> dict[str, TensorEntry]:
     """The entries, with every container opened; the ranks share the work."""
@@ -541,16 +538,37 @@ def _verify(
 ) -> None:
     """Request this rank's blocks, and compare their checksums."""
     for i, (block, owner) in enumerate(zip(blocks, readers)):
-        if owner != rank:
-            continue
-        try:
-            data = reader.request(block.file, block.start, block.nbytes, "elements")
-        except CheckpointError as error:
-            raise CheckpointError(f"{block.key}: {error}") from error
-        if options.verify and block.sum and checksum(data) != block.sum:
-            raise CheckpointError(_damaged(reader, block.key, block.file, block.start))
-        if block.opaque:
-            whole[i] = _whole_chunk(reader, block, data)
+        if owner == rank:
+            data = _requested(reader, block, options.verify)
+            if block.opaque:
+                whole[i] = _whole_chunk(reader, block, data)
+
+
+def _requested(reader: Reader, block: Block, verify: bool) -> Tensor:
+    """The bytes of a block, checked."""
+    try:
+        data = reader.request(block.file, block.start, block.nbytes, "elements")
+    except CheckpointError as error:
+        raise CheckpointError(f"{block.key}: {error}") from error
+    if verify and block.sum and checksum(data) != block.sum:
+        raise CheckpointError(_damaged(reader, block.key, block.file, block.start))
+    return data
+
+
+def block_values(reader: Reader, block: Block, verify: bool = True) -> Tensor:
+    """The elements of a block, checked.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    data = _requested(reader, block, verify)
+    return _whole_chunk(reader, block, data) if block.opaque else _elements(block, data)
+
+
+def _elements(block: Block, data: Tensor) -> Tensor:
+    if block.start % block.dtype.itemsize:  # as torch and others write
+        data = data.clone()
+    return data.view(block.dtype).view(block.box[1])
 
 
 def _whole_chunk(reader: Reader, block: Block, data: Tensor) -> Tensor:

@@ -194,11 +194,13 @@ def async_save(
     if any(piece.is_cuda for _, _, piece in job.pieces):
         torch.cuda.synchronize()
     job.pieces = copies
+    ranks = tuple(range(job.transport.world_size))
+    job.transport.barrier(ranks)  # no rank's writing slows down another's copying
     saving = Saving(job, timeout_s)
     job.transport.state[_PENDING] = saving
     if job.transport.name == "threads":
         # One virtual rank runs at a time: all must have begun before one waits for the end.
-        job.transport.barrier(tuple(range(job.transport.world_size)))
+        job.transport.barrier(ranks)
     return saving
 
 
@@ -318,7 +320,7 @@ def _prepare(
     error = f"the save before this one failed: {unheard}" if unheard else error
     flat, paths = prepared if prepared is not None else ({}, {})
     together_now = tell(transport, slots_of(flat), error)
-    flat = {key: _settled(value) for key, value in flat.items()}
+    flat = {key: settled(value) for key, value in flat.items()}
     world = together_now
     if any(s.layout is not None and s.layout.is_partial for slots in world for s in slots):
         world = tell(transport, slots_of(flat), "")
@@ -363,7 +365,7 @@ def _look(state: Mapping[str, Any], keep: int | None, step: int | None) -> Any:
     return flat, paths
 
 
-def _settled(value: Any) -> Any:
+def settled(value: Any) -> Any:
     """A tensor without pending sums: what was pending over an axis is sharded over it, where it can be."""
     if not isinstance(value, DTensor) or not value._spec.layout.is_partial:
         return value
