@@ -158,6 +158,23 @@ def test_each_stored_byte_is_requested_once(saved, place):
     assert max(share) <= 24 * 2**20 / size + 4 * 2**20 + 12, "the ranks share the reading"
 
 
+@pytest.mark.parametrize("place", ["columns", "replicas", "grid", "pair"])
+def test_the_rounds_are_smaller_than_the_largest_shard(saved, place):
+    """Two rounds are under way at most, each with what is sent and what has come."""
+    shape, placements = PLACES[place]
+
+    def read(rank):
+        mesh = shardwise.init_device_mesh("cpu", shape)
+        x = shardwise.zeros(3072, 2048, device_mesh=mesh, placements=placements)
+        with CommLog() as log:
+            checkpoint.load({"x": x}, saved, keys=["x"])
+        return x.to_local().nbytes, [e.bytes for e in log.events if e.kind == "all_to_all"]
+
+    for shard, received in simulate(read, math.prod(shape)):
+        assert len(received) > 1
+        assert 4 * max(received) <= shard
+
+
 def test_the_same_layout_needs_no_exchange_of_elements(saved):
     def read(rank):
         mesh = shardwise.init_device_mesh("cpu", (4,))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Handle, Transport
-from shardwise.layout.boxes import Box, overlap
+from shardwise.layout.boxes import Box, overlap, runs
 
 _ALIGN = 16  # the largest element
 
@@ -49,21 +49,31 @@ class Transfer:
 
 
 def plan(
-    sources: Sequence[Source], targets: Mapping[str, Mapping[Box, Iterable[int]]]
+    sources: Sequence[Source],
+    targets: Mapping[str, Mapping[Box, Iterable[int]]],
+    limit: int,
 ) -> list[Transfer]:
-    """Every transfer, in the order of the sources."""
+    """Every transfer, in the order of the sources; what leaves a rank is cut into ``limit`` bytes at most."""
     out = []
     for i, source in enumerate(sources):
+        itemsize = source.dtype.itemsize
         for box, ranks in targets[source.key].items():
             shared = overlap(source.box, box)
             if shared is None:
                 continue
-            nbytes = math.prod(shared[1]) * source.dtype.itemsize
-            padded = nbytes + -nbytes % _ALIGN
-            out += [
-                Transfer(i, source.key, shared, source.rank, dst, source.dtype, padded)
-                for dst in ranks
-            ]
+            for dst in ranks:
+                parts = [shared]
+                if dst != source.rank and math.prod(shared[1]) * itemsize > limit:
+                    parts = [
+                        (tuple(o + a for o, a in zip(shared[0], at)), held)
+                        for at, held in runs(shared[1], max(1, limit // itemsize))
+                    ]
+                for part in parts:
+                    nbytes = math.prod(part[1]) * itemsize
+                    padded = nbytes + -nbytes % _ALIGN
+                    out.append(
+                        Transfer(i, source.key, part, source.rank, dst, source.dtype, padded)
+                    )
     return out
 
 

@@ -424,8 +424,8 @@ def _load_tensors(
         local[slices(t.box, box)].copy_(piece)
 
     sources = [Source(b.key, b.box, r, b.dtype) for b, r in zip(blocks, readers)]
-    transfers = plan(sources, {k: s.boxes for k, s in wanted.items()})
     most = max(_LEAST_BUDGET, min(_MOST_BUDGET, largest_piece(world, wanted) // 4))
+    transfers = plan(sources, {k: s.boxes for k, s in wanted.items()}, most)
     with torch.no_grad():
         exchange(
             transport,
