@@ -99,6 +99,17 @@ def is_fake(x: object) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def custom_overload(op: object) -> Any:
+    """The dispatcher's overload behind what ``torch.library.custom_op`` returns; None for anything else."""
+    return getattr(op, "_opoverload", None)
+
+
+def is_custom_op(func: object) -> bool:
+    """Whether a callable is an op of the dispatcher that is not torch's own."""
+    name = getattr(func, "_qualified_op_name", None) or getattr(func, "_name", "")
+    return isinstance(name, str) and "::" in name and not name.startswith(("aten::", "prims::"))
+
+
 def without_modes() -> Any:
     """Take the user's dispatch modes (counters, loggers) off while a call is compiled."""
     from torch.utils._python_dispatch import _disable_current_modes

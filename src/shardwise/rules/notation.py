@@ -8,10 +8,12 @@ rules; the notation is ours.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+import re
 from typing import Any
 
+from shardwise.errors import UnsupportedError
 from shardwise.layout.layout import Layout
 
 Labels = tuple[str, ...]
@@ -145,6 +147,30 @@ def aligned(arg: Arg, names: Labels, shape: tuple[int, ...] | None = None) -> La
     return tuple(ONE if n == 1 else name for n, name in zip(arg.shape, tail))
 
 
+def _check(text: str, arrow: str, ins: Sequence[Labels], outs: Sequence[Labels]) -> None:
+    """Refuse a line that says nothing, or the impossible.
+
+    Raises:
+        UnsupportedError: With what is wrong.
+    """
+    given = {name for names in ins for name in names}
+    why = None if arrow else "it has no arrow"
+    for names in (*ins, *outs):
+        for name in names:
+            if not re.fullmatch(r"\w+|\[\w+\]|\.", name):
+                why = f"{name!r} is no label"
+            elif names.count(name) > 1 and name not in (ONE, WHOLE):
+                why = f"{name!r} is there twice in one tensor"
+    for name in (name for names in outs for name in names):
+        if name not in given and name not in (ONE, WHOLE):
+            why = f"{name!r} is in no argument"
+    if why is not None:
+        raise UnsupportedError(
+            f"a rule cannot be read from {text!r}: {why}.",
+            tries=['"b m k, b k n -> b m n", as in einsum, with spaces between the labels'],
+        )
+
+
 def line(text: str, *, linear: bool = False) -> Callable[..., Rule | None]:
     """A rule function from one line: ``"b m k, b k n -> b m n"``.
 
@@ -156,9 +182,10 @@ def line(text: str, *, linear: bool = False) -> Callable[..., Rule | None]:
     Returns:
         A rule function; it does not answer for arguments of other shapes than the line's.
     """
-    left, _, right = text.partition("->")
+    left, arrow, right = text.partition("->")
     ins = [labels(term) for term in left.split(",")]
     outs = tuple(labels(term) for term in right.split(","))
+    _check(text, arrow, ins, outs)
     whole = frozenset(name for names in (*ins, *outs) for name in names if name.startswith("["))
 
     def rule(*args: Any, **kwargs: Any) -> Rule | None:

@@ -17,7 +17,7 @@ _SUMS = ("add", "sub", "subtract", "rsub")
 # Linear in each tensor operand alone.
 _PRODUCTS = ("mul", "multiply", "div", "divide", "true_divide")
 _LINEAR_UNARY = (
-    "neg", "negative", "positive", "clone", "real", "imag", "conj", "conj_physical", "deg2rad", "rad2deg",
+    "neg", "negative", "positive", "clone", "conj", "conj_physical", "deg2rad", "rad2deg",
     "contiguous", "detach", "alias", "resolve_conj", "resolve_neg", "float", "double", "half", "bfloat16",
 )  # fmt: skip
 # Not tagged by ATen, or composite, but elementwise all the same; no float argument decides the program.
@@ -30,7 +30,7 @@ _MORE = (
     "not_equal", "square", "subtract", "true_divide", "where", "lerp", "isfinite", "isinf", "isnan", "isreal",
     "isneginf", "isposinf", "float_power", "ldexp", "masked_fill", "sigmoid", "tanh", "copysign", "xlogy",
     "nan_to_num", "addcmul", "addcdiv", "pow", "rsub", "bool", "byte", "char", "short", "int", "long", "float",
-    "double", "half", "bfloat16", "clone", "real", "imag", "conj", "conj_physical", "positive", "angle", "polar",
+    "double", "half", "bfloat16", "clone", "conj", "conj_physical", "positive", "angle", "polar",
     "complex", "sgn", "expm1", "log1p", "log_sigmoid", "erf", "erfc", "erfinv", "lgamma", "digamma", "mvlgamma",
     "polygamma", "i0", "sinc", "logit", "expit", "heaviside", "hypot", "nextafter", "gcd", "lcm", "bitwise_and",
     "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "frexp",

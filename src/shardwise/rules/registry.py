@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.compat import NN_BUILTINS
+from shardwise.compat import NN_BUILTINS, custom_overload
 from shardwise.errors import UnsupportedError
 from shardwise.rules.notation import Rule, line
 
@@ -105,7 +105,8 @@ def register_rule(
     Register before the first call: programs that are compiled already keep the rule they were made by.
 
     Args:
-        op: The torch function or ATen/custom op overload.
+        op: The torch function, or the custom op: what ``torch.library.custom_op`` returned, ``torch.ops.my.op``
+            (all its overloads), or one overload.
         fn: Takes the op's arguments with ``Arg`` for tensors, returns a ``Rule`` or None; or one line such
             as ``"m k, k n -> m n"`` (see ``notation.line``).
         lifts: Float arguments do not decide the program.
@@ -116,7 +117,21 @@ def register_rule(
     """
     if not callable(op):
         raise UnsupportedError(f"a rule is registered for a callable, got {op!r}")
-    _USER[op] = Entry(line(fn) if isinstance(fn, str) else fn, lifts, inplace, True)
+    entry = Entry(line(fn) if isinstance(fn, str) else fn, lifts, inplace, True)
+    for name in _names_of(op):
+        _USER[name] = entry
+
+
+def _names_of(op: Any) -> list[Any]:
+    """All that a call of this op may arrive as: a custom op is called as itself, its packet or its overload."""
+    op = custom_overload(op) or op
+    packet = getattr(op, "overloadpacket", None) or op
+    if not hasattr(packet, "overloads"):
+        return [op]
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    if op is packet:
+        return [packet, *overloads]
+    return [op, packet] if overloads == [op] else [op]
 
 
 def registered() -> Iterable[tuple[Any, Entry]]:

@@ -406,3 +406,10 @@ def view_as_complex(input: Arg) -> Rule | None:
         return None
     names = numbered("d", input.ndim - 1)
     return view_of(input, (*names, WHOLE), names, input.shape[:-1])
+
+
+@rule("real", "imag", "aten.real", "aten.imag")
+def part(input: Arg) -> Rule:
+    """Real and imaginary parts: what is written to them reaches the complex numbers."""
+    names = numbered("d", input.ndim)
+    return view_of(input, names, names)

@@ -21,6 +21,7 @@ from shardwise.tensor import (  # noqa: F401  they register themselves
     metadata,
     random,
     shapes,
+    strided,
 )
 from shardwise.tensor.dtensor import DTensor
 

@@ -42,10 +42,20 @@ def _seeds(tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
                         "pass a gradient of the same shape",
                     ],
                 )
-            out.append(seed(t._spec, t._local))
+            out.append(seed(real_only(t._spec), t._local))
         else:
             out.append(given(t._spec, g))
     return out
+
+
+def real_only(spec: Spec) -> Spec:
+    """The spec of an output whose gradient is not given; of a complex one it must be."""
+    if spec.dtype.is_complex:
+        raise GradientError(
+            f"grad can be implicitly created only for real scalar outputs but got {spec.dtype}",
+            tries=["pass a gradient", "backward() of a real loss: x.abs().sum()"],
+        )
+    return spec
 
 
 def given(spec: Spec, g: Tensor) -> Tensor:

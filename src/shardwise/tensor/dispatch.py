@@ -17,14 +17,15 @@ from shardwise.comm.transport import Transport
 from shardwise.compat import (
     autocast_dtype,
     is_autocast_enabled,
+    is_custom_op,
     jit_tracing,
 )
-from shardwise.errors import AliasError, LayoutError, ShardError, StrictError
+from shardwise.errors import AliasError, GradientError, LayoutError, ShardError, StrictError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
-from shardwise.program.compile import Program, compile_rule, flat_results, slot
+from shardwise.program.compile import Program, compile_rule, fill, flat_results, slot
 from shardwise.program.modes import mode, strict_mode
-from shardwise.program.spec import OpenSpec, Spec, guarded, program_tables, spec_of
+from shardwise.program.spec import OpenSpec, Spec, program_tables, spec_of
 from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
 from shardwise.tensor.absent import Absent
@@ -39,10 +40,12 @@ from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.readings import READING, plain_form
 from shardwise.tensor.strides import agrees, in_order
 from shardwise.tensor.transforms import refuse_tracing
-from shardwise.tensor.whole import check_writable, functional_form, version, write_into, writes
-from shardwise.tensor.writes import restorer, write_to_copy, writes_to_copy
+from shardwise.tensor.views import fresh, mark_copies
+from shardwise.tensor.whole import check_writable, functional_form, write_into, writes
+from shardwise.tensor.writes import write_to_copy, writes_to_copy
 
 MAX_PROGRAMS = 16384
+_T = torch.Tensor
 
 
 class Call:
@@ -143,14 +146,14 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func, args = plain
         return func(*args, **kwargs)
     if writes_to_copy(func, args):
-        _check_fresh(args[0])
+        fresh(args[0])
         return write_to_copy(func, args, kwargs)
     special = OVERRIDES.get(func)
     if special is not None:
         return special(func, args, kwargs)
     if jit_tracing() is not None:
         refuse_tracing()
-    if kwargs.get("out") is not None:
+    if kwargs.get("out") is not None and not is_custom_op(func):
         return into_out(func, args, kwargs)
     if kwargs.get("requires_grad"):  # a new leaf: its gradient is watched
         rest = {k: v for k, v in kwargs.items() if k != "requires_grad"}
@@ -184,20 +187,12 @@ def run(
 def _locals(call: Call) -> list[Tensor]:
     """The local operands, on the mesh of the call."""
     for t in call.tensors:
-        _check_fresh(t)
+        if isinstance(t, DTensor):
+            fresh(t)
     if not call.mixed:
         return [t._local for t in call.tensors if isinstance(t, DTensor)]
     mesh = join([t._spec.layout.mesh for t in call.tensors if isinstance(t, DTensor)])
     return [onto(t, mesh) for t in call.tensors]
-
-
-def _check_fresh(t: Tensor) -> None:
-    stale = t.__dict__.get("_view_of") if isinstance(t, DTensor) else None
-    if stale is not None and version(stale[0]) != stale[1]:
-        raise AliasError(
-            "this view needed communication, so it is a copy, and its base has been written to since.",
-            tries=["take the view again after the write"],
-        )
 
 
 def _compile_and_run(
@@ -228,6 +223,8 @@ def _compile_and_run(
         program, layouts = made
         program.simple = program.simple and not call.mixed
         result = program.run(_locals(call), call.tree, call.kwargs)
+        if result is None and is_custom_op(func):  # the hot path would return its first argument
+            program.simple = False
         _settle_outs(program, layouts, result, call.transport)
         if call.cacheable:
             _remember(table, key, program, func, call, args, kwargs, entry)
@@ -264,6 +261,16 @@ def into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 "out= next to DTensors must be a DTensor.",
                 tries=["out=shardwise.empty(shape, device_mesh=mesh)"],
             )
+        if torch.is_grad_enabled() and (value.requires_grad or target.requires_grad):
+            raise GradientError(
+                f"{getattr(func, '__name__', func)}(): functions with out=... arguments don't support automatic "
+                "differentiation, but one of the arguments requires grad.",
+                tries=["leave out= away", "with torch.no_grad():"],
+            )
+        if target.shape != value.shape and target.numel() == 0:  # torch gives it memory
+            fit = spec_of(value._spec.layout.with_dtype(target.dtype), value._spec.transport)
+            target._become(value._local.to(target.dtype, copy=True), fit)
+            continue
         if target.shape != value.shape:
             raise LayoutError(
                 f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}"
@@ -272,7 +279,10 @@ def into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(
                 f"result type {value.dtype} can't be cast to the desired output type {target.dtype}"
             )
-        write_into(target, value)
+        if writes_to_copy(_T.copy_, (target,)):
+            write_to_copy(_T.copy_, (target, value), {})
+        else:
+            write_into(target, value)
     return out
 
 
@@ -396,33 +406,18 @@ def _settle_outs(
 
 def _wrap_results(program: Program, result: Any, call: Call) -> Any:
     if program.inplace:
-        return call.tensors[0]
+        return (
+            None if result is None else call.tensors[0]
+        )  # an op that writes may return nothing
     assert program.outs is not None, "a compiled program knows its results"
     specs = iter(program.outs)
     wrapped = _rewrap(result, specs, program.view and not program.moved_view)
     if program.view:
-        _mark_copies(program, wrapped, call)
+        base = call.tensors[0]
+        if isinstance(base, DTensor) and (program.moved_view or "_view_of" in base.__dict__):
+            args, kwargs = fill(call.tree, call.tensors), fill(call.kwargs, call.tensors)
+            mark_copies(call.key[0], args, kwargs, wrapped)
     return wrapped
-
-
-def _mark_copies(program: Program, result: Any, call: Call) -> None:
-    """Remember of which base, at which version, a view is a copy; a view of such a view is one too."""
-    base = call.tensors[0]
-    if not isinstance(base, DTensor):
-        return
-    mark = base.__dict__.get("_view_of")
-    if mark is not None or program.moved_view:
-        known = len(call.tensors) == 1 and not call.kwargs and isinstance(result, Tensor)
-        restore = (
-            restorer(call.key[0], base, call.tree[1:], tuple(result.shape)) if known else None
-        )
-        mark = (
-            *(mark[:2] if mark is not None else (base._local, version(base._local))),
-            restore,
-        )
-        copies: list[Any] = flat_results(result)
-        for t in copies:
-            t._view_of, t._spec = mark, guarded(t._spec)
 
 
 def _rewrap(result: Any, specs: Any, view: bool) -> Any:

@@ -18,7 +18,6 @@ from shardwise.layout.boxes import restride
 from shardwise.program.spec import Spec, spec_of
 from shardwise.random import alpha_dropout_terms, dropout_mask, feature_box, native_dropout_mask
 from shardwise.tensor.crossings import dense
-from shardwise.tensor.dispatch import _check_fresh
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.overrides import override
 from shardwise.tensor.random import (
@@ -29,6 +28,7 @@ from shardwise.tensor.random import (
     settled,
     write,
 )
+from shardwise.tensor.views import fresh
 
 Order = tuple[int, ...] | None
 
@@ -68,7 +68,7 @@ def _scaled(x: DTensor, mask: Tensor, inplace: bool) -> DTensor:
 
 def _takes_mask(x: DTensor) -> DTensor:
     """``x`` with no pending reduction but a sum (or an extremum, which a mask also commutes with)."""
-    _check_fresh(x)
+    fresh(x)
     layout = x._spec.layout
     if all(op in (None, "sum", "max", "min") for op in layout.partial):
         return x
@@ -164,7 +164,7 @@ def _alpha(x: DTensor, p: float, train: bool, inplace: bool, feature: bool) -> D
         return x
     if p == 1:
         return _drop(x, p, train, inplace)
-    _check_fresh(x)
+    fresh(x)
     source: Any = (
         x.redistribute(placements=settled(x._spec.layout)) if x._spec.layout.is_partial else x
     )

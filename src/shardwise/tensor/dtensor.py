@@ -59,9 +59,7 @@ class DTensor(Protocol):
 
     _local: Tensor
     _spec: Spec
-    _view_of: (
-        Any  # set on a view that is a copy: its base, the base's version then, and the way back
-    )
+    _view_of: Any  # set on a view that is a copy: where it comes from (see writes.py)
     _shown_grad: Any = (
         None  # the wrapper last handed out for the local's .grad, so that it keeps its identity
     )
@@ -404,6 +402,8 @@ class DTensor(Protocol):
                 gradient of a replicated piece is taken to be whole: equal on all ranks. That guess is
                 checked at its first backward, which raises if ranks differ.
         """
+        if self._spec.guards is not None:
+            _CROSSINGS["fresh"](self)
         local = self._local
         if not (local.requires_grad and torch.is_grad_enabled()):
             return alias(local)
@@ -441,6 +441,8 @@ class DTensor(Protocol):
             LayoutError: The placements do not fit.
         """
         spec = self._spec
+        if spec.guards is not None:
+            _CROSSINGS["fresh"](self)
         names = getattr(
             device_mesh, "mesh_dim_names", None
         )  # meshes that differ in names are equal
@@ -474,12 +476,14 @@ class DTensor(Protocol):
         inputs: Any = None,
     ) -> None:
         """Compute gradients of the leaves; see ``torch.Tensor.backward``."""
-        if gradient is None and inputs is None and self._spec.shape.numel() == 1:
+        spec = self._spec
+        real = not spec.dtype.is_complex
+        if gradient is None and inputs is None and real and spec.shape.numel() == 1:
             retain = create_graph if retain_graph is None else retain_graph
             local = self._local
             run_backward(
                 (local,),
-                (seed(self._spec, local),),
+                (seed(spec, local),),
                 retain,
                 create_graph,
                 (),

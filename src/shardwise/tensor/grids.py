@@ -1,4 +1,4 @@
-"""Tensors brought to a common shape by views, and calls on storage, which a DTensor has in pieces."""
+"""Tensors brought to a common shape by views."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.layout.layout import Layout
-from shardwise.program.spec import spec_of
-from shardwise.tensor.dtensor import DTensor, wrap
+from shardwise.errors import LayoutError
 from shardwise.tensor.overrides import OVERRIDES, override
 
 _T = torch.Tensor
@@ -68,27 +65,3 @@ def _for_each(one: Callable[[Tensor], Tensor]) -> Any:
 OVERRIDES[torch.functional.atleast_1d] = _for_each(_atleast(1))
 OVERRIDES[torch.functional.atleast_2d] = _for_each(_atleast(2))
 OVERRIDES[torch.functional.atleast_3d] = _for_each(_atleast(3))
-
-
-@override(_T.resize_, _T.resize_as_, torch.resize_as_, _T.as_strided_, torch.as_strided_)
-def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise UnsupportedError(
-        f"{func.__name__} works on storage, which a DTensor has in pieces.",
-        tries=["reshape, expand or slices, which return a new tensor"],
-    )
-
-
-@override(torch.as_strided, _T.as_strided)
-def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x: Any = args[0]
-    if not isinstance(x, DTensor) or not x._spec.layout.is_replicated:
-        raise UnsupportedError(
-            "as_strided reads storage, which a sharded tensor has in pieces.",
-            tries=[
-                "reshape, unfold or slices",
-                "x.redistribute(placements=[Replicate()]) first",
-            ],
-        )
-    whole = func(x._local, *args[1:], **kwargs)
-    layout = Layout.of(x._spec.layout.mesh, None, whole.shape, whole.stride(), whole.dtype)
-    return wrap(whole, spec_of(layout, x._spec.transport))

@@ -23,9 +23,8 @@ _T: Any = torch.Tensor
 # The wrapper's C++ side knows these: shape, stride and dtype are global there.
 _FROM_WRAPPER = [
     _T.stride, _T.is_contiguous, _T.storage_offset, _T.element_size, _T.nelement, _T.ndimension, _T.numel, _T.dim,
-    _T.size, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_conj, _T.is_neg, _T.get_device, _T.is_inference,
-    _T.is_same_size, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_conj,
-    torch.is_neg, torch.is_same_size, torch.is_inference, _T.is_coalesced, _T.dense_dim, _T.sparse_dim, _T.dim_order,
+    _T.size, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.get_device, _T.is_inference,
+    _T.is_same_size, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_same_size, torch.is_inference, _T.is_coalesced, _T.dense_dim, _T.sparse_dim, _T.dim_order,
 ]  # fmt: skip
 _GETTERS = (
     "is_sparse",
@@ -38,6 +37,14 @@ _GETTERS = (
     "name",
     "imag_",
 )
+
+
+@override(_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg)
+def _lazy_bit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Only the local is a view with a conjugate or negative bit."""
+    return func((args[0] if args else kwargs["input"])._local)
+
+
 # The wrapper's device may be stale: these are read from the local.
 _DEVICE_GETTERS = (
     "is_cpu", "is_cuda", "is_meta", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "is_vulkan", "is_ipu", "is_maia", "is_mtia",
@@ -91,7 +98,7 @@ OVERRIDES[_T.H.__get__] = _view_getter(
     lambda x: x.transpose(-2, -1).conj() if x.ndim else x.conj()
 )
 OVERRIDES[_T.mH.__get__] = _view_getter(lambda x: x.transpose(-2, -1).conj())
-OVERRIDES[_T.real.__get__] = _view_getter(lambda x: torch.real(x))
+OVERRIDES[_T.real.__get__] = _view_getter(lambda x: torch.real(x) if x.is_complex() else x)
 OVERRIDES[_T.imag.__get__] = _view_getter(lambda x: torch.imag(x))
 
 

@@ -110,7 +110,12 @@ class Protocol(torch.Tensor):
 
     def __index__(self) -> int:
         """Value of a one-element integer tensor."""
-        return self.item().__index__()
+        value = self.item()
+        if not isinstance(value, int):
+            raise ShardError(
+                "only integer tensors of a single element can be converted to an index"
+            )
+        return int(value)
 
     def __complex__(self) -> complex:
         """Value of a one-element tensor."""

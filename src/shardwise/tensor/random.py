@@ -28,9 +28,10 @@ from shardwise.program.spec import Spec, spec_of
 from shardwise.random import Draw, Like, draw, generator_fingerprint, stream_in_force
 from shardwise.random.draw import draw_bernoulli
 from shardwise.tensor.absent import Absent
-from shardwise.tensor.dispatch import Call, _check_fresh, _check_plain, _operands, into_out
+from shardwise.tensor.dispatch import Call, _check_plain, _operands, into_out
 from shardwise.tensor.dtensor import DTensor, place, wrap
 from shardwise.tensor.overrides import OVERRIDES, Handler
+from shardwise.tensor.views import fresh
 from shardwise.tensor.whole import run_whole, write_into
 from shardwise.tensor.writes import write_to_copy
 
@@ -176,7 +177,7 @@ def kept(value: Tensor, spec: Spec) -> Tensor:
 def write(x: DTensor, value: DTensor) -> DTensor:
     """``x.copy_(value)``, also where ``x`` is a view that needed communication."""
     if "_view_of" in x.__dict__:
-        _check_fresh(x)
+        fresh(x)
         return write_to_copy(_T.copy_, (x, value), {})
     return write_into(x, value)
 
@@ -363,7 +364,7 @@ def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x: Any = given.get("input", given.get("self"))
     p = given.get("p")
     first: Any = x if isinstance(x, DTensor) else p
-    _check_fresh(first)
+    fresh(first)
     spec = _row_major(first._spec, x.shape, x.dtype)
     generator = kwargs.get("generator")
     if p is not None and not isinstance(p, Tensor):
@@ -383,7 +384,7 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     first = tensors[0]
     for t in tensors:
-        _check_fresh(t)
+        fresh(t)
     shape = torch.broadcast_shapes(*(t.shape for t in (mean, std) if isinstance(t, Tensor)))
     spec = _row_major(first._spec, shape, first.dtype)
     with torch.no_grad():
@@ -408,7 +409,7 @@ def run_in_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if plain:
         _check_once(func, plain, mesh, call.transport)
     for t in tensors:
-        _check_fresh(t)
+        fresh(t)
     in_step(mesh, call.transport, kwargs.get("generator"))
     return run_whole(func, call.tensors, call.tree, call.kwargs)
 

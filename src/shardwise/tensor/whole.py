@@ -16,12 +16,13 @@ from shardwise.errors import AliasError, StrictError, UnsupportedError
 from shardwise.events import FallbackEvent, emit, observing, user_site
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import join
-from shardwise.program.compile import fill
+from shardwise.program.compile import fill, flat_results
 from shardwise.program.modes import strict_mode
-from shardwise.program.spec import guarded, spec_of
+from shardwise.program.spec import spec_of
 from shardwise.rules.norm import HIDDEN_WRITES
 from shardwise.tensor.casts import onto
 from shardwise.tensor.dtensor import DTensor, place, wrap
+from shardwise.tensor.views import mark_copy, version
 
 
 def run_whole(
@@ -60,7 +61,14 @@ def run_whole(
         if fresh and (written or hidden) and isinstance(t, DTensor):
             _write_back(name, t, local)
 
-    return _rewrap(result, lambda x: _wrap_whole(x, tensors, locals_, moved, mesh, transport))
+    wrapped = _rewrap(
+        result, lambda x: _wrap_whole(x, tensors, locals_, moved, mesh, transport)
+    )
+    for i, (x, t) in enumerate(zip(flat_results(result), flat_results(wrapped))):
+        base = _copied_base(x, tensors, locals_, moved)
+        if base is not None and base is not t:
+            mark_copy(t, i, base, func, fill(tree, tensors), fill(kwargs, tensors))  # pyright: ignore[reportArgumentType]
+    return wrapped
 
 
 def _rewrap(x: Any, wrapped: Callable[[Tensor], Tensor]) -> Any:
@@ -80,23 +88,28 @@ def _wrap_whole(
     for t, local in zip(tensors, locals_):
         if x is local:
             return t
-    if x.layout != torch.strided:
+    if x.layout != torch.strided or x.is_quantized or x.is_nested:
+        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else x.layout
         raise UnsupportedError(
-            f"a result of layout {x.layout} cannot be a DTensor.",
+            f"a result that is {kind} cannot be a DTensor.",
             tries=["x.full_tensor(), and go on there"],
         )
     layout = Layout.of(mesh, None, x.shape, x.stride(), x.dtype)
-    out = wrap(x, spec_of(layout, transport))
-    if x._base is not None:
-        for t, local, fresh in zip(tensors, locals_, moved):
-            if (
-                fresh
-                and isinstance(t, DTensor)
-                and x.untyped_storage()._cdata == local.untyped_storage()._cdata
-            ):
-                out._view_of = (t._local, version(t._local), None)
-                out._spec = guarded(out._spec)
-    return out
+    return wrap(x, spec_of(layout, transport))
+
+
+def _copied_base(x: Tensor, tensors: Any, locals_: Any, moved: Any) -> DTensor | None:
+    """The argument whose gathered copy a result is a view of, or None."""
+    if x._base is None:
+        return None
+    for t, local, fresh in zip(tensors, locals_, moved):
+        if (
+            fresh
+            and isinstance(t, DTensor)
+            and x.untyped_storage()._cdata == local.untyped_storage()._cdata
+        ):
+            return t
+    return None
 
 
 def _write_back(name: str, target: DTensor, whole: Tensor) -> None:
@@ -172,11 +185,6 @@ _ANY_RESULT = frozenset(
     ("copy_", "resize_", "resize_as_", "set_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_",
      "unsqueeze_")
 )  # fmt: skip
-
-
-def version(t: Tensor) -> int | None:
-    """How often a tensor was written to; inference tensors do not count."""
-    return None if t.is_inference() else t._version
 
 
 def writes(name: str) -> bool:
