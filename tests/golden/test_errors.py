@@ -348,7 +348,7 @@ def test_results_that_cannot_be_kept_in_place() -> None:
     assert_expected_inline(
         told(lambda rank: data().resize_(24)),
         """\
-UnsupportedError: resize_ works on storage, which a DTensor has in pieces.
+UnsupportedError: resize_ to (24,) works on memory, which a DTensor has in pieces.
   in     Tensor.resize_(f32[4, 6] {dp: S(0), tp: S(1)}, 24)
   at     train.py:31
   try    - reshape, expand or slices, which return a new tensor""",
@@ -445,20 +445,15 @@ def test_a_write_into_a_view_that_is_no_alias_is_never_lost() -> None:
     assert len(set(simulate(on_rank, 4))) == 1
 
 
-def test_a_view_that_is_out_of_date() -> None:
-    def views() -> DTensor:
-        base = data()
-        row = base[1]
-        base.add_(1)
-        return row
-
+def test_a_write_into_a_view_whose_elements_overlap() -> None:
     assert_expected_inline(
-        told(lambda rank, row: row + 1, prepare=views),
+        told(lambda rank, seen: seen.add_(1), prepare=lambda: data().unfold(0, 2, 1)),
         """\
-AliasError: this view needed communication, so it is a copy, and its base has been written to since.
-  in     Tensor.add(f32[6] {dp: P, tp: S(0)}, 1)
+AliasError: unfold needed communication here, so its result is a copy, and as its elements overlap the write cannot be brought to the base.
+  in     Tensor.add_(f32[3, 6, 2] {dp: S(0), tp: S(1)}, 1)
   at     train.py:31
-  try    - take the view again after the write""",
+  try    - write into the base: x[index] = value
+         - clone() the view, if the base is to stay""",
     )
 
 

@@ -223,7 +223,9 @@ def _compile_and_run(
         program, layouts = made
         program.simple = program.simple and not call.mixed
         result = program.run(_locals(call), call.tree, call.kwargs)
-        if result is None and is_custom_op(func):  # the hot path would return its first argument
+        if result is None and is_custom_op(
+            func
+        ):  # the hot path would return its first argument
             program.simple = False
         _settle_outs(program, layouts, result, call.transport)
         if call.cacheable:

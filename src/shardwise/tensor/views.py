@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.errors import AliasError
 from shardwise.program.compile import flat_results
 from shardwise.program.spec import guarded
 from shardwise.tensor.dtensor import _CROSSINGS, DTensor
@@ -70,9 +71,13 @@ def mark_copy(
         args: Its arguments.
         kwargs: And those by keyword.
     """
+    if _copied_anyway(func, base, args[1:], kwargs):
+        return
     grad = torch.is_grad_enabled()
     earlier = base.__dict__.get("_view_of")
-    root = (base._local, version(base._local)) if earlier is None else earlier[:2]
+    root, written = base._local, version(base._local)
+    if earlier is not None:
+        root, written = earlier.root, earlier.version
 
     def again() -> DTensor:
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
@@ -84,7 +89,18 @@ def mark_copy(
             restore = _restorer(func, base, args[1:], tuple(t.shape), t.dtype)
         if restore is None and t.dtype == base.dtype:
             restore = _by_position(func, base, args[1:], kwargs, i)
-    t._view_of, t._spec = Origin(*root, restore, again), guarded(t._spec)
+    t._view_of, t._spec = Origin(root, written, restore, again), guarded(t._spec)
+
+
+def _copied_anyway(
+    func: Any, base: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether the call copies on one device too: a reshape that the strides do not allow as a view."""
+    if getattr(func, "__name__", "") not in _RESHAPES:
+        return False
+    x = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    y = func(x, *args, **kwargs)
+    return y.untyped_storage()._cdata != x.untyped_storage()._cdata
 
 
 def fresh(t: DTensor) -> None:
@@ -93,7 +109,7 @@ def fresh(t: DTensor) -> None:
     if origin is None or version(origin.root) == origin.version:
         return
     now = origin.again()
-    t._local, t.__dict__["_view_of"] = now._local, now.__dict__["_view_of"]
+    t._local, t._view_of = now._local, now._view_of
 
 
 _CROSSINGS["fresh"] = fresh
@@ -150,6 +166,15 @@ def _by_position(
         numbers = torch.empty_strided(base.shape, base.stride(), dtype=torch.long)
         numbers.copy_(torch.arange(base.numel()).view(base.shape))
         places: Any = flat_results(func(numbers, *args, **kwargs))[i]
+        if places.unique().numel() != places.numel():
+            raise AliasError(
+                f"{func.__name__} needed communication here, so its result is a copy, and as its elements overlap "
+                "the write cannot be brought to the base.",
+                tries=[
+                    "write into the base: x[index] = value",
+                    "clone() the view, if the base is to stay",
+                ],
+            )
         flat = base.reshape(-1).index_put((places.reshape(-1),), value.reshape(-1))
         base.copy_(flat.view(base.shape))
 
