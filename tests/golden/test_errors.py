@@ -302,13 +302,13 @@ StrictError: add: argument 1 is a plain tensor next to a DTensor, which strict()
 def test_a_fallback_in_strict_mode() -> None:
     def strictly(rank: int) -> DTensor:
         with shardwise.strict():
-            return torch.linalg.inv(data(shape=(4, 4)))
+            return torch.pdist(data(shape=(4, 4)))
 
     assert_expected_inline(
         told(strictly),
         """\
-StrictError: linalg_inv: no rule for aten.linalg_inv_ex.default in this layout, and strict() forbids to gather.
-  in     torch.linalg.inv(f32[4, 4] {dp: S(0), tp: S(1)})
+StrictError: pdist: no rule for aten._pdist_forward.default in this layout, and strict() forbids to gather.
+  in     F.pdist(f32[4, 4] {dp: S(0), tp: S(1)})
   at     train.py:31
   try    - redistribute the operand to Replicate() first, if the gather is meant""",
     )

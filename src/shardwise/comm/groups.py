@@ -72,6 +72,16 @@ class Group:
             return _settle(x, value.detach(), self)  # pyright: ignore[reportReturnType]
         return value
 
+    def check(self, number: Tensor) -> int:
+        """The least of the ranks' numbers, read at once: what they must agree on before they go on."""
+        return int(
+            self.transport.all_reduce(number, self.ranks, "min", tag=f"{self.tag} check")
+        )
+
+    def objects(self, value: Any) -> list[Any]:
+        """What every rank has; for small picklable things that are needed once, such as the text of an error."""
+        return self.transport.all_gather_object(value, self.ranks, tag=self.tag)
+
     def keep(self, x: Tensor) -> Tensor:
         """R -> P: the value on the group's first rank, zeros on the rest (which keep the edge)."""
         if self.size == 1:

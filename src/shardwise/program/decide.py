@@ -14,7 +14,7 @@ import math
 from shardwise.layout.layout import Layout
 from shardwise.route.moves import piece_numel
 from shardwise.route.search import LATENCY_BYTES, LOCAL_COST_BYTES
-from shardwise.rules.notation import Arg, Labels, Rule
+from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule
 
 KEEP = "keep"  # whole, but added on one rank only
 
@@ -150,18 +150,49 @@ def _options(
         if dim is None or dim >= len(names):
             continue
         name = names[dim]
-        if name in seen or name in (".", "1") or name in rule.whole:
-            continue
-        seen.add(name)
-        if name in rule.divides and rule.divides[name] % (shards.get(name, 1) * k):
-            continue
-        op = rule.reduce.get(name, "sum")
-        missing = any(name not in out for out in rule.outs)
-        yield Option(name, frozenset(), op if missing and op != "none" else None)
+        if name not in seen and not _must_be_whole(rule, name, shards, k):
+            seen.add(name)
+            yield _sharding(rule, name)
     for together in rule.linear:
         if any(arg.layout.partial[axis] == "sum" for arg in together):
             yield Option(None, together, "sum")
+    for name in _elsewhere(rule, args, axis, shards):
+        if name not in seen:
+            seen.add(name)
+            yield _sharding(rule, name)
     yield Option()
+
+
+def _sharding(rule: Rule, name: str) -> Option:
+    op = rule.reduce.get(name, "sum")
+    missing = any(name not in out for out in rule.outs)
+    return Option(name, frozenset(), op if missing and op != "none" else None)
+
+
+def _elsewhere(rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int]) -> list[str]:
+    """Factors to which an operand could be cut anew where its own must be whole: that moves less than a gather."""
+    found: list[tuple[bool, str]] = []
+    k = args[0].layout.mesh.shape[axis]
+    for arg in args:
+        dim = arg.layout.axis_dim(axis)
+        names = rule.ins.get(arg, ())
+        if dim is None or dim >= len(names) or not _must_be_whole(rule, names[dim], shards, k):
+            continue
+        for n, name in zip(arg.shape, names):
+            if _must_be_whole(rule, name, shards, k) or any(name not in o for o in rule.outs):
+                continue
+            pieces = shards.get(name, 1) * k
+            if -(-n // pieces) * (pieces - 1) < n:  # no rank would be left with nothing
+                found.append((n % pieces != 0, name))
+    return [name for _, name in sorted(found, key=lambda f: f[0])]
+
+
+def _must_be_whole(rule: Rule, name: str, shards: dict[str, int], k: int) -> bool:
+    return (
+        name in (WHOLE, ONE)
+        or name in rule.whole
+        or (name in rule.divides and rule.divides[name] % (shards.get(name, 1) * k) != 0)
+    )
 
 
 def _move_cost(rule: Rule, arg: Arg, option: Option, axis: int) -> float:

@@ -75,11 +75,10 @@ class _Lowering:
 
     def lower(self, node: Node) -> None:
         """Add the steps of one node."""
-        inputs = list(
-            used(node.args) | used(node.kwargs)
-        )  # rules' local programs count them so
-        renumber = {v: i for i, v in enumerate(inputs)}
-        args, kwargs = _renumbered(node.args, renumber), _renumbered(node.kwargs, renumber)
+        # Each place is an operand of its own, as in a call: in mm(x, x) the two have unlike labels.
+        places = _Places()
+        args, kwargs = _renumbered(node.args, places), _renumbered(node.kwargs, places)
+        inputs = places.values
         operands = [Arg(i, self.layouts[v]) for i, v in enumerate(inputs)]
         program, layouts = self._decided(node, operands, args, kwargs) if inputs else (None, [])
         if program is None:
@@ -141,17 +140,16 @@ def lower(
     return GraphProgram(name, work.steps, work.size, graph.result, specs, work.gathered)
 
 
-def _renumbered(tree: Any, renumber: dict[int, int]) -> Any:
-    if isinstance(tree, Slot):
-        return slot(renumber[tree.index])
-    return fill(tree, _Renumber(renumber))
+def _renumbered(tree: Any, places: _Places) -> Any:
+    return places[tree.index] if isinstance(tree, Slot) else fill(tree, places)
 
 
-class _Renumber:
-    """Looks slots up as slots."""
+class _Places:
+    """Numbers the places where values are used, in order; ``values`` says which value is at each."""
 
-    def __init__(self, renumber: dict[int, int]) -> None:
-        self.renumber = renumber
+    def __init__(self) -> None:
+        self.values: list[int] = []
 
     def __getitem__(self, index: int) -> Slot:
-        return slot(self.renumber[index])
+        self.values.append(index)
+        return slot(len(self.values) - 1)
