@@ -179,7 +179,12 @@ def _elsewhere(rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int
         if dim is None or dim >= len(names) or not _must_be_whole(rule, names[dim], shards, k):
             continue
         for n, name in zip(arg.shape, names):
-            if _must_be_whole(rule, name, shards, k) or any(name not in o for o in rule.outs):
+            if (
+                _must_be_whole(rule, name, shards, k)
+                or rule.divides.get(name)
+                == 0  # the local program knows of the cuts that were there
+                or any(name not in o for o in rule.outs)
+            ):
                 continue
             pieces = shards.get(name, 1) * k
             if -(-n // pieces) * (pieces - 1) < n:  # no rank would be left with nothing

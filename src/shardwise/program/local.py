@@ -112,6 +112,27 @@ class LocalContext:
             found = self._rows[arg, dim, key] = Rows(group, dim, have, wants, fill)
         return found
 
+    def near(
+        self, x: Tensor, dim: int, factor: str, need: Callable[[int, int], Sequence[int]]
+    ) -> Tensor:
+        """Rows of the first argument, some of which other ranks hold; differentiable.
+
+        Args:
+            x: This rank's piece; other dims may have been changed.
+            dim: The dim, of argument and result.
+            factor: Its factor.
+            need: From where a piece of the result starts, and its size, to the rows that go into it.
+        """
+        if self.coord is None:
+            return x
+
+        def wanted(rank: int) -> Tensor:
+            mine = self.piece(0, dim, rank)
+            rows = list(need(mine.start, len(mine)))
+            return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+        return self.rows(dim, wanted, factor=factor)(x)
+
     def joined(self, args: Sequence[int], dim: int, factor: str) -> Rows:
         """A plan for arguments laid end to end along a dim: from everybody's pieces to pieces of the result.
 
