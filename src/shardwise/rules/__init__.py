@@ -21,6 +21,7 @@ from shardwise.rules import (  # noqa: F401
     norm,
     ordering,
     pointwise,
+    pool,
     rearrange,
     recurrent,
     reduce,

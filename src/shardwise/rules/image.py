@@ -54,15 +54,6 @@ def _spatial(func: Callable[..., Any], dims: int | None) -> None:
     rule(func)(spatial)
 
 
-for _d in (1, 2, 3):
-    for _name in (
-        f"max_pool{_d}d", f"avg_pool{_d}d", f"lp_pool{_d}d", f"adaptive_max_pool{_d}d", f"adaptive_avg_pool{_d}d",
-        f"max_pool{_d}d_with_indices", f"adaptive_max_pool{_d}d_with_indices",
-    ):  # fmt: skip
-        for _f in functions(_name):
-            _spatial(_f, _d)
-        for _f in functions(f"aten.{_name}") if hasattr(torch.ops.aten, _name) else ():
-            _spatial(_f, _d)
 for _name in ("interpolate", "upsample", "upsample_nearest", "upsample_bilinear"):
     _spatial(getattr(F, _name), None)
 for _name in (
