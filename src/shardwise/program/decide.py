@@ -186,10 +186,23 @@ def _elsewhere(rule: Rule, args: Sequence[Arg], axis: int, shards: dict[str, int
                 or any(name not in o for o in rule.outs)
             ):
                 continue
-            pieces = shards.get(name, 1) * k
+            pieces = max(shards.get(name, 1), _cut_by_others(rule, args, axis, name)) * k
             if -(-n // pieces) * (pieces - 1) < n:  # no rank would be left with nothing
                 found.append((n % pieces != 0, name))
     return [name for _, name in sorted(found, key=lambda f: f[0])]
+
+
+def _cut_by_others(rule: Rule, args: Sequence[Arg], axis: int, name: str) -> int:
+    """Into how many pieces the other axes cut a factor, in whichever operand: they may stay."""
+    shape = args[0].layout.mesh.shape
+    axes = {
+        a
+        for arg in args
+        for label, on_dim in zip(rule.ins.get(arg, ()), arg.layout.dims)
+        if label == name
+        for a in on_dim
+    }
+    return math.prod(shape[a] for a in axes - {axis})
 
 
 def _must_be_whole(rule: Rule, name: str, shards: dict[str, int], k: int) -> bool:
