@@ -98,10 +98,6 @@ def test_layouts() -> None:
         x = distribute_tensor(rand(4, 6), mesh, [S(0), S(1)])
         y = distribute_tensor(rand(4, 6), mesh, [S(0), S(1)])
         assert torch.stack([x, y]).placements == (S(1), S(2))
-<<<<<<< HEAD
         assert torch.cat([x, y], 1).placements == (S(0), S(1))
-=======
-        assert torch.cat([x, y], 1).placements == (S(0), S(0))
->>>>>>> 57aa994 (Matrices, solvers and transforms: a sharded batch stays where it is; what must be whole is cut anew, not gathered)
 
     simulate(on_rank, 4)

@@ -128,7 +128,7 @@ class _MaxPieces:
                 continue
             dim = first + d
             start, count = out.offsets[dim], out.local_shape[dim]
-            x = ctx.rows(x, 0, dim, window.need)
+            x = ctx.near(x, dim, f"s{d}", window.need)
             before, behind = window.beyond(start, count)
             if behind:  # real rows come first, so that these win no tie
                 x = F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, behind), value=_least(x.dtype))
@@ -191,7 +191,7 @@ class _AvgPieces:
                 continue
             dim = first + d
             start, count = out.offsets[dim], out.local_shape[dim]
-            x = ctx.rows(x, 0, dim, window.need)
+            x = ctx.near(x, dim, f"s{d}", window.need)
             around = window.beyond(start, count)
             if any(around):
                 x = F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), *around))
@@ -307,7 +307,7 @@ class _AdaptivePieces:
 
             size[d] = out.local_shape[dim]
             starts[d] = need(out.offsets[dim], size[d]).start
-            x = ctx.rows(x, 0, dim, need)
+            x = ctx.near(x, dim, f"s{d}", need)
             if rows % made:
                 odd.append((d, rows, made, out.offsets[dim]))
         if 0 in out.local_shape:
