@@ -29,6 +29,7 @@ from shardwise.rules import (  # noqa: F401
     scatter,
     slicing,
     softmax,
+    sundry,
     vector_norm,
     view,
 )

@@ -17,34 +17,10 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from shardwise.layout import boxes
-from shardwise.rules.edges import nothing, tied
 from shardwise.rules.loss import bind
-from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
+from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered, without_empty
 from shardwise.rules.registry import rule
 from shardwise.rules.stencil import Spread, Window, pieces
-
-
-def without_empty(ins: dict[Arg, Labels], factors: Sequence[str]) -> frozenset[str]:
-    """Those of the factors that must be whole, because some rank's piece would be empty: the kernel fails there.
-
-    Looks at all axes that cut a factor in some operand, which is at least what will be cut.
-    """
-    bad: set[str] = set()
-    for factor in factors:
-        where = [
-            (arg, dim)
-            for arg, names in ins.items()
-            for dim, n in enumerate(names)
-            if n == factor
-        ]
-        axes = tuple(dict.fromkeys(a for arg, dim in where for a in arg.layout.dims[dim]))
-        if not axes:
-            continue
-        sizes = [where[0][0].layout.mesh.shape[a] for a in axes]
-        last = [k - 1 for k in sizes]
-        if any(boxes.nested(arg.shape[dim], sizes, last)[1] == 0 for arg, dim in where):
-            bad.add(factor)
-    return frozenset(bad)
 
 
 def _each(value: Any, count: int) -> list[int]:
@@ -239,6 +215,24 @@ def _rule(
     )
 
 
+def _edges(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Zero, with the edges of a convolution to its tensors, along which zeros flow back.
+
+    Ranks that have something to convolve get gradients of gradients from that node, so a rank that has nothing needs
+    the same one: a convolution of one zero, joined to no elements of each tensor.
+    """
+    zero = torch.zeros(
+        (1, 1), dtype=dtype, device=x.device
+    )  # two dims: cat drops an edge to no rows of one
+    ends = [
+        torch.cat([t.reshape(-1, 1)[:0].to(dtype), zero]).reshape(-1)
+        for t in (x, weight, bias)
+        if t is not None
+    ]
+    y = F.conv1d(ends[0].view(1, 1, 1), ends[1].view(1, 1, 1), *ends[2:])
+    return y[:0].sum()
+
+
 class _Pieces:
     """The local program of one call: rows of the neighbours, then the convolution of what is here.
 
@@ -290,12 +284,10 @@ class _Pieces:
         kind = x.device.type
         cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
         dtype = torch.get_autocast_dtype(kind) if cast else x.dtype
-        if 0 in shape:
-            return nothing(shape, (x, weight, bias), dtype)
-        made = tied(torch.zeros(tuple(shape), dtype=dtype, device=x.device), (x, weight))
-        if bias is None:
-            return made
-        return made + bias.to(dtype).view(-1, *(1,) * len(self.windows))
+        made = torch.zeros(tuple(shape), dtype=dtype, device=x.device)
+        if bias is not None:
+            made = made + bias.to(dtype).view(-1, *(1,) * len(self.windows))
+        return made + _edges(x, weight, bias, dtype)
 
     def channels(self, ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
         """The channels that the result's need, and how many groups those are."""

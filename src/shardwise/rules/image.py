@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from shardwise.rules.conv import without_empty
-from shardwise.rules.notation import WHOLE, Arg, Rule, numbered
+from shardwise.rules.notation import WHOLE, Arg, Rule, numbered, without_empty
 from shardwise.rules.registry import functions, rule
 
 Shapes = tuple[tuple[int, ...], ...]

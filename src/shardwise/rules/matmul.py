@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.rules.notation import Arg, Labels, Rule, aligned, line, numbered
+from shardwise.rules.notation import Arg, Labels, Rule, aligned, line, numbered, without_empty
 from shardwise.rules.registry import rule
 
 
@@ -27,7 +28,7 @@ def contraction(
 rule("mm", "aten.mm")(line("m k, k n -> m n", linear=True))
 rule("bmm", "aten.bmm")(line("b m k, b k n -> b m n", linear=True))
 rule("mv", "aten.mv")(line("m k, k -> m", linear=True))
-rule("dot", "aten.dot")(line("k, k ->", linear=True))
+rule("dot", "vdot", "aten.dot", "aten.vdot")(line("k, k ->", linear=True))
 rule("outer", "ger")(line("m, n -> m n", linear=True))
 
 
@@ -119,14 +120,36 @@ def baddbmm(
     return _scaled_addend((beta, alpha), input, ins, ("b", "m", "n"), (batch1, batch2))
 
 
+@rule("addbmm", "aten.addbmm")
+def addbmm(
+    input: Arg, batch1: Arg, batch2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any
+) -> Rule | None:
+    """``m n, b m k, b k n -> m n``: the batch is summed too."""
+    ins = {batch1: ("b", "m", "k"), batch2: ("b", "k", "n")}
+    return _scaled_addend((beta, alpha), input, ins, ("m", "n"), (batch1, batch2))
+
+
+@rule("addr", "aten.addr")
+def addr(
+    input: Arg, vec1: Arg, vec2: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any
+) -> Rule | None:
+    """``m n, m, n -> m n``."""
+    return _scaled_addend(
+        (beta, alpha), input, {vec1: ("m",), vec2: ("n",)}, ("m", "n"), (vec1, vec2)
+    )
+
+
 @rule("addmv", "aten.addmv")
 def addmv(
     input: Arg, mat: Arg, vec: Arg, *, beta: Any = 1, alpha: Any = 1, **_: Any
 ) -> Rule | None:
     """``m, m k, k -> m``."""
-    return _scaled_addend(
-        (beta, alpha), input, {mat: ("m", "k"), vec: ("k",)}, ("m",), (mat, vec)
-    )
+    ins = {mat: ("m", "k"), vec: ("k",)}
+    made = _scaled_addend((beta, alpha), input, ins, ("m",), (mat, vec))
+    # torch gives the addend's own shape, not that of the product, when a matrix has no rows
+    if made is None or input.shape == mat.shape[:1]:
+        return made
+    return replace(made, whole=without_empty(ins, ("m",)))
 
 
 @rule(torch.functional.einsum, torch.einsum)

@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from shardwise.errors import UnsupportedError
+from shardwise.layout import boxes
 from shardwise.layout.layout import Layout
 
 Labels = tuple[str, ...]
@@ -169,6 +170,29 @@ def _check(text: str, arrow: str, ins: Sequence[Labels], outs: Sequence[Labels])
             f"a rule cannot be read from {text!r}: {why}.",
             tries=['"b m k, b k n -> b m n", as in einsum, with spaces between the labels'],
         )
+
+
+def without_empty(ins: dict[Arg, Labels], factors: Sequence[str]) -> frozenset[str]:
+    """Those of the factors that must be whole, because some rank's piece would be empty: the kernel fails there.
+
+    Looks at all axes that cut a factor in some operand, which is at least what will be cut.
+    """
+    bad: set[str] = set()
+    for factor in factors:
+        where = [
+            (arg, dim)
+            for arg, names in ins.items()
+            for dim, n in enumerate(names)
+            if n == factor
+        ]
+        axes = tuple(dict.fromkeys(a for arg, dim in where for a in arg.layout.dims[dim]))
+        if not axes:
+            continue
+        sizes = [where[0][0].layout.mesh.shape[a] for a in axes]
+        last = [k - 1 for k in sizes]
+        if any(boxes.nested(arg.shape[dim], sizes, last)[1] == 0 for arg, dim in where):
+            bad.add(factor)
+    return frozenset(bad)
 
 
 def line(text: str, *, linear: bool = False) -> Callable[..., Rule | None]:

@@ -111,6 +111,12 @@ def pointwise_product(a: Any, b: Any = None, *args: Any, **kwargs: Any) -> Rule:
     return elementwise(operands, linear)
 
 
+def linear_in_first(a: Any, b: Any, **kwargs: Any) -> Rule:
+    """Linear in the first operand alone: a factor times a power, or a logarithm."""
+    operands = tensor_operands(a, b)
+    return elementwise(operands, (frozenset([a]),) if isinstance(a, Arg) else ())
+
+
 def pointwise_quotient(
     a: Any, b: Any = None, *args: Any, rounding_mode: str | None = None, **kwargs: Any
 ) -> Rule:
@@ -145,9 +151,9 @@ def _copy_(x: Arg, src: Any, *args: Any, **kwargs: Any) -> Rule:
     return Rule(ins, (names,), linear=(frozenset([x, *operands]),) if both else ())
 
 
-def _fill_(x: Arg, value: Any) -> Rule:
-    names = numbered("d", x.ndim)
-    return Rule({x: names} | {a: (".",) * a.ndim for a in tensor_operands(value)}, (names,))
+def _fill_(input: Arg, value: Any) -> Rule:
+    names = numbered("d", input.ndim)
+    return Rule({input: names} | {a: (".",) * a.ndim for a in tensor_operands(value)}, (names,))
 
 
 def _zero_(x: Arg) -> Rule:
@@ -186,6 +192,11 @@ def _names() -> dict[str, Any]:
         "__add__": pointwise_sum,
     }
     names |= {"__sub__": pointwise_sum, "__radd__": pointwise_sum, "__rsub__": pointwise_sum}
+    names |= {
+        "ldexp": linear_in_first,
+        "xlogy": linear_in_first,
+        "xlog1py": linear_in_first,
+    }
     names |= {"__truediv__": pointwise_quotient, "__neg__": linear_unary, "frexp": two_results}
     names |= {"where": where, "to": _cast, "type_as": _cast, "_to_copy": _cast, "type": _cast}
     names.pop("copy", None)
@@ -208,8 +219,11 @@ def _register() -> None:
                 rule(written, lifts=name not in _KEYED, inplace=True)(fn)
     for f in (torch.Tensor.copy_, torch.ops.aten.copy_.default):
         rule(f, inplace=True)(_copy_)
-    rule(torch.Tensor.fill_, lifts=True, inplace=True)(_fill_)
-    rule(torch.Tensor.zero_, inplace=True)(_zero_)
+    for f in (torch.Tensor.fill_, torch.fill_):
+        rule(f, lifts=True, inplace=True)(_fill_)
+    rule(torch.fill, "aten.fill", lifts=True)(_fill_)
+    for f in (torch.Tensor.zero_, torch.zero_):
+        rule(f, inplace=True)(_zero_)
 
 
 _register()

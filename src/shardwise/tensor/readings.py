@@ -1,6 +1,7 @@
 """Tensor arguments of which only a number or a dtype is read: nothing of their layout matters.
 
-An index expression reads numbers: ``x[i]`` with a 0-d ``i``, ``x[:n]`` with a tensor ``n``. A cast to the like of
+An index expression reads numbers: ``x[i]`` with a 0-d ``i``, ``x[:n]`` with a tensor ``n``. So does a cut at given
+places: ``narrow`` from a tensor on, ``tensor_split`` at a tensor of indices. A cast to the like of
 another tensor reads its dtype.
 """
 
@@ -16,7 +17,8 @@ from shardwise.tensor.dtensor import DTensor
 _T = torch.Tensor
 _INDEXING = frozenset((_T.__getitem__, _T.__setitem__))
 _CASTS = frozenset((_T.to, _T.type_as))
-READING = _INDEXING | _CASTS
+_CUTS = frozenset((_T.narrow, torch.narrow, _T.tensor_split, torch.tensor_split))
+READING = _INDEXING | _CASTS | _CUTS
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -32,6 +34,11 @@ def plain_form(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] 
     if func in _INDEXING:
         read = _with_numbers(args)
         return None if read is args else (func, read)
+    if func in _CUTS:
+        cuts = tuple(
+            a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args)
+        )
+        return None if all(c is a for c, a in zip(cuts, args)) else (func, cuts)
     x, other, *more = args
     if isinstance(x, Tensor) and isinstance(other, Tensor) and x.device == other.device:
         return _T.to, (x, other.dtype, *more)
