@@ -224,12 +224,13 @@ def _edges(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     zero = torch.zeros(
         (1, 1), dtype=dtype, device=x.device
     )  # two dims: cat drops an edge to no rows of one
-    ends = [
+    ends: list[Any] = [
         torch.cat([t.reshape(-1, 1)[:0].to(dtype), zero]).reshape(-1)
         for t in (x, weight, bias)
         if t is not None
     ]
-    y = F.conv1d(ends[0].view(1, 1, 1), ends[1].view(1, 1, 1), *ends[2:])
+    ends = [*ends, None]
+    y = F.conv1d(ends[0].view(1, 1, 1), ends[1].view(1, 1, 1), ends[2])
     return y[:0].sum()
 
 
