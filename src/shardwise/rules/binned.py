@@ -172,6 +172,11 @@ def bincount(input: Arg, weights: Any = None, minlength: Any = 0) -> Rule | None
                 x.new_full((1,), low)
             )  # raises what torch raises, on all ranks
         counts = torch.bincount(x, weights, max(minlength, high + 1))
+        if (
+            weights is not None
+        ):  # torch forgets them, and their dtype, where there is nothing to count
+            kind = torch.float32 if weights.dtype is torch.float32 else torch.float64
+            counts = counts.to(kind)
         return group.reduce(counts, "sum")
 
     return Rule(

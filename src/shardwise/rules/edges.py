@@ -22,9 +22,27 @@ def tied(result: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
 
 
 def nothing(
-    shape: Sequence[int], tensors: Sequence[Tensor | None], dtype: torch.dtype | None = None
+    shape: Sequence[int],
+    tensors: Sequence[Tensor | None],
+    dtype: torch.dtype | None = None,
+    *,
+    saved: bool = False,
 ) -> Tensor:
-    """An empty result of this shape, tied to the tensors; the dtype is that of the first unless told."""
+    """An empty result of this shape, tied to the tensors.
+
+    Args:
+        shape: Of the result.
+        tensors: Those that the op would have read.
+        dtype: Default: that of the first tensor.
+        saved: The op's backward reads the (floating, real) tensors again, so that where there is something its
+            gradients have a graph of their own, and so must these.
+    """
     first = next(t for t in tensors if t is not None)
     made = torch.empty(tuple(shape), dtype=dtype or first.dtype, device=first.device)
+    if saved and torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                none = t.reshape(-1)[:0]  # squared, not times zero: that would make NaN of inf
+                made = made + (none * none).sum().to(made.dtype)
+        return made
     return tied(made, tensors)

@@ -137,7 +137,7 @@ class _MaxPieces:
             pads[d] = window.left if before else 0
             starts[d] = window.need(start, count).start
         if 0 in out.local_shape:
-            empty = nothing(out.local_shape, (x,))
+            empty = nothing(out.local_shape, (x,), saved=True)
             return (
                 (empty, torch.empty_like(empty, dtype=torch.int64)) if self.indices else empty
             )
@@ -199,7 +199,7 @@ class _AvgPieces:
             if divisor is None:
                 scales.append(_share(window, start, count, padding[d], counted, x, dim))
         if 0 in out.local_shape:
-            return nothing(out.local_shape, (x,))
+            return nothing(out.local_shape, (x,), saved=True)
         y = self.func(
             x, kernel, stride, pads, ceil, counted, *(() if divisor is None else (divisor,))
         )
@@ -311,7 +311,7 @@ class _AdaptivePieces:
             if rows % made:
                 odd.append((d, rows, made, out.offsets[dim]))
         if 0 in out.local_shape:
-            empty = nothing(out.local_shape, (x,))
+            empty = nothing(out.local_shape, (x,), saved=True)
             return (
                 (empty, torch.empty_like(empty, dtype=torch.int64)) if self.indices else empty
             )

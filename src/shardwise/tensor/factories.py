@@ -15,6 +15,7 @@ from torch import Generator, Tensor
 
 from shardwise.comm.meshes import as_mesh
 from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.layout.placement import Replicate
 from shardwise.program.spec import Spec
 from shardwise.random import Draw
 from shardwise.tensor.crossings import local_spec
@@ -442,10 +443,15 @@ def _into(factory: Callable[..., DTensor], names: tuple[str, ...]) -> Any:
         out = kwargs.get("out")
         if not isinstance(out, DTensor):
             plain = [a.item() if isinstance(a, DTensor) else a for a in args]
-            return func(
+            value = func(
                 *plain,
                 **{k: v.item() if isinstance(v, DTensor) else v for k, v in kwargs.items()},
             )
+            ends = [a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)]
+            if factory is not linspace or not ends:
+                return value
+            mesh: Any = ends[0].device_mesh  # the ends are tensors, not sizes: so is the result
+            return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
         given = {k: v for k, v in kwargs.items() if k in names or k == "generator"}
         if "size" in given and factory in (zeros, ones, empty, rand, randn):
             args = (given.pop("size"),)

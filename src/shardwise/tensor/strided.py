@@ -79,7 +79,7 @@ def _as_slices(
     stops = [i.stop if isinstance(i, slice) else i + 1 for i in index]
     if any(stop > n for stop, n in zip(stops, layout.shape)):
         return None
-    seen: Any = x[tuple(index)].permute(*[sorted(order).index(d) for d in order])
+    seen: Any = x[tuple(index)].permute(tuple([sorted(order).index(d) for d in order]))
     for at, n in enumerate(size):
         if n == 1:
             seen = seen.unsqueeze(at)

@@ -23,6 +23,9 @@ UNSAFE = (
     "torch._scaled_mm",
     "hash_tensor(",
     "_segment_reduce(",
+    "nn.functional.embedding_bag(",
+    "linalg.ldl_solve(",
+    "ormqr(",
 )
 """Ops that read out of bounds when the pieces of their arguments do not fit together."""
 

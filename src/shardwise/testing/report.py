@@ -9,7 +9,24 @@ from shardwise.testing.entry import Record
 
 MAX_NEEDLESS = 0.02  # of the pairs that the plain op on the pieces answers
 
-REASONS: dict[str, str] = {}
+_SPARSE = "takes or makes a sparse tensor, which a DTensor cannot be"
+_CUDA = "has samples on CUDA only"
+REASONS: dict[str, str] = {
+    "sparse.sampled_addmm": _SPARSE,
+    "sparse.mm|reduce": _SPARSE,
+    "to_sparse": _SPARSE,
+    "torch.ops.aten._flash_attention_forward": _CUDA,
+    "torch.ops.aten._efficient_attention_forward": _CUDA,
+    "nn.functional.batch_norm|without_cudnn": _CUDA,
+    "jiterator_unary": _CUDA,
+    "jiterator_binary": _CUDA,
+    "jiterator_4inputs_with_extra_args": _CUDA,
+    "jiterator_binary_return_by_ref": _CUDA,
+    "jiterator_2inputs_2outputs": _CUDA,
+    "as_strided|partial_views": "as_strided_ of a sharded tensor: its memory is in pieces; it raises",
+    "as_strided": "as_strided_ of a sharded tensor: its memory is in pieces; it raises",
+    "resize_": "to another size, of a sharded tensor: its memory is in pieces; it raises",
+}
 """Entries that are not entirely right, and why that is as it should be. Never a wrong value."""
 
 
