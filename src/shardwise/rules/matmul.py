@@ -146,10 +146,10 @@ def addmv(
     """``m, m k, k -> m``."""
     ins = {mat: ("m", "k"), vec: ("k",)}
     made = _scaled_addend((beta, alpha), input, ins, ("m",), (mat, vec))
-    # torch gives the addend's own shape, not that of the product, when a matrix has no rows
+    # torch gives the addend's own shape, not that of the product, when a matrix is empty
     if made is None or input.shape == mat.shape[:1]:
         return made
-    return replace(made, whole=without_empty(ins, ("m",)))
+    return replace(made, whole=without_empty(ins, ("m", "k")))
 
 
 @rule(torch.functional.einsum, torch.einsum)

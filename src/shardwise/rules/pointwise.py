@@ -111,12 +111,6 @@ def pointwise_product(a: Any, b: Any = None, *args: Any, **kwargs: Any) -> Rule:
     return elementwise(operands, linear)
 
 
-def linear_in_first(a: Any, b: Any, **kwargs: Any) -> Rule:
-    """Linear in the first operand alone: a factor times a power, or a logarithm."""
-    operands = tensor_operands(a, b)
-    return elementwise(operands, (frozenset([a]),) if isinstance(a, Arg) else ())
-
-
 def pointwise_quotient(
     a: Any, b: Any = None, *args: Any, rounding_mode: str | None = None, **kwargs: Any
 ) -> Rule:
@@ -192,11 +186,6 @@ def _names() -> dict[str, Any]:
         "__add__": pointwise_sum,
     }
     names |= {"__sub__": pointwise_sum, "__radd__": pointwise_sum, "__rsub__": pointwise_sum}
-    names |= {
-        "ldexp": linear_in_first,
-        "xlogy": linear_in_first,
-        "xlog1py": linear_in_first,
-    }
     names |= {"__truediv__": pointwise_quotient, "__neg__": linear_unary, "frexp": two_results}
     names |= {"where": where, "to": _cast, "type_as": _cast, "_to_copy": _cast, "type": _cast}
     names.pop("copy", None)
