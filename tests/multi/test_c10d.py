@@ -261,6 +261,41 @@ def check_handles_for_500_steps(t, rank):
     same(shards[0].grad, torch.full((16, 8), 500 * 2.0 * WORLD))
 
 
+def check_large_messages(t, rank):
+    """Those that go straight into place: several in flight at once, one dropped un-waited."""
+    shape = (300, 333)
+    for ranks in GROUPS:
+        if rank not in ranks:
+            continue
+        n, place = len(ranks), ranks.index(rank)
+        for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64):
+            x, y = value(rank, shape, dtype), value(rank, (n, *shape), dtype)
+            handles = [t.all_gather_async(x, ranks) for _ in range(3)]
+            sums = [t.reduce_scatter_async(y, ranks) for _ in range(2)]
+            del handles[1]
+            same(t.all_gather(x[:2], ranks), stacked(ranks, shape, dtype)[:, :2])
+            for handle in reversed(handles):
+                same(handle.wait(), stacked(ranks, shape, dtype))
+            for handle in sums:
+                total = stacked(ranks, (n, *shape), dtype).sum(0, dtype=dtype)
+                same(handle.wait(), total[place])
+            same(x, value(rank, shape, dtype))
+            same(y, value(rank, (n, *shape), dtype))
+
+
+def check_large_gathers_make_no_copy(t, rank):
+    x = torch.ones(1 << 18)
+    t.all_gather(x, ALL)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        t.all_gather(x, ALL)
+        t.barrier(ALL)
+    events = seen.profiler.kineto_results.events()
+    made = sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]")
+    assert WORLD * x.nbytes <= made < WORLD * x.nbytes + 10_000
+
+
 def check_speed(t, rank):
     """Printed, not asserted: our cost above the bare call."""
     x, pg = torch.ones(4), t.group(ALL)

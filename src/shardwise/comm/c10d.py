@@ -36,6 +36,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from shardwise.comm.direct import LARGE_BYTES, start_gather, start_reduce
 from shardwise.comm.reduce import ALLOWED, BOOL_AS, COMPLEX, reduce_in_order
 from shardwise.comm.transport import Handle, Ready, Transport, _fallback, _plain
 from shardwise.compat import default_store
@@ -140,6 +141,14 @@ class _Group:
     def backend(self, x: Tensor) -> str:
         """Name the backend that moves ``x``."""
         return self.pg._get_backend(x.device).name()
+
+    def is_direct(self, x: Tensor, message_bytes: int) -> bool:
+        """Tell whether messages of this size are better sent from rank to rank; see `direct`."""
+        return (
+            message_bytes >= LARGE_BYTES
+            and x.device.type == "cpu"
+            and self.backend(x) == "gloo"
+        )
 
 
 class _Work(Handle):
@@ -250,6 +259,11 @@ class C10dTransport(Transport):
         if x.dtype not in _MOVES:
             dtype = x.dtype
             x = x.view(-1).view(torch.uint8)
+        if group.is_direct(x, x.nbytes):
+            works, rows = start_gather(x, group.to_given, ranks.index(self.rank), group.pg)
+            return _Work(
+                "all_gather", works, x, rows if dtype is None else rows.view(dtype).view(shape)
+            )
         # Gloo wants the members' rows joined, not stacked.
         if x.dim() == 0:
             x = x.view(1)
@@ -275,6 +289,10 @@ class C10dTransport(Transport):
                 handle = self._reduce_scatter(other[1], ranks, other[0], blocking)
                 return _Work("reduce_scatter", handle, None, x, lambda _: back(handle.wait()))
             return self._gather_and_reduce_chunk(x, ranks, op, blocking)
+        if group.is_direct(x, x.nbytes // group.size):
+            own = ranks.index(self.rank)
+            works, parts = start_reduce(x, group.to_given, own, group.pg)
+            return _Work("reduce_scatter", works, x, x, lambda _: reduce_in_order(parts, op))
         if group.to_sorted is not None:
             x = x[group.to_sorted]
         rows = x if x.dim() == 1 else x.flatten(0, 1)
