@@ -7,10 +7,11 @@ import torch
 
 from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.testing.calls import Call, put, take
+from shardwise.testing.entry import cost_of
 from shardwise.testing.judge import Reference, judge
 from shardwise.testing.layouts import addend_weights, piece, randoms, singles
 from shardwise.testing.libraries import Shardwise
-from shardwise.testing.pieces import pieces_suffice
+from shardwise.testing.pieces import gradients_suffice, pieces_suffice
 
 
 def leaf(*shape):
@@ -122,11 +123,42 @@ def test_only_shape_and_dtype_of_uninitialized_results_count():
         (torch.exp, Replicate(), False),
         (lambda x: x == x.flip(0) + 1, Partial(), False),
         (lambda x: x.round(), Partial(), False),
+        (lambda x: x.median(), Partial(), False),
+        (lambda x: x.nansum(0), Partial(), False),
+        (torch.nan_to_num, Partial(), False),
+        (lambda x: x.clamp(0, 0), Partial(), False),
+        (torch.nn.functional.hardshrink, Partial(), False),
+        (lambda x: x.cumsum(0), Partial(), True),
+        (lambda x: torch.fft.rfft(x), Partial(), True),
     ],
 )
 def test_whether_the_pieces_suffice(fn, placement, want):
     call = Call(fn, [torch.randn(5, 4, dtype=torch.float64)])
     assert pieces_suffice(call, 2, ((placement,),)) is want
+
+
+def test_pieces_that_suffice_forward_may_not_backward():
+    def polar(x, angle):
+        return torch.polar(x, angle)
+
+    combo = ((Partial(),), (Replicate(),))
+    call = Call(polar, [leaf(4), leaf(4)])
+    assert pieces_suffice(call, 2, combo)
+    assert not gradients_suffice(Reference(call), 2, combo)
+    call = Call(lambda x: torch.nn.functional.softshrink(x, 0.0), [leaf(4)])
+    assert pieces_suffice(call, 2, combo[:1])  # the identity, whose gradient at zero is zero
+    assert not gradients_suffice(Reference(call), 2, combo[:1])
+    call = Call(torch.mul, [leaf(4, 3), leaf(3)])
+    for placement in (Partial(), Shard(0)):
+        assert gradients_suffice(Reference(call), 2, ((placement,), (Replicate(),)))
+
+
+def test_flags_are_counted_apart_from_data():
+    x = torch.eye(3, dtype=torch.float64).expand(4, 3, 3).clone()
+    reference = Reference(Call(torch.linalg.inv, [x.requires_grad_()]))
+    (outcome,) = judge(reference, Shardwise(), (2,), [((Shard(0),),)])
+    assert (outcome.verdict, outcome.moved.bytes, outcome.moved.flag_bytes) == ("right", 0, 8)
+    assert cost_of(outcome) == "flag"
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

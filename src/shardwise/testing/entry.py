@@ -29,7 +29,7 @@ from shardwise.testing.opinfo import (
     has_float32,
     samples,
 )
-from shardwise.testing.pieces import pieces_suffice
+from shardwise.testing.pieces import gradients_suffice, pieces_suffice
 
 SAMPLES = 5
 MESHES = ((2,), (4,))
@@ -51,6 +51,7 @@ class Record:
         kinds: How often each form failed, as "form: verdict".
         local: Pairs of call and layout for which the plain op on the pieces is the answer.
         needless: Text for those of them that moved bytes all the same.
+        flags: How many of them moved only the number by which the ranks agree whether to raise.
         costs: For each placement of each tensor, how often what had to be done.
         seconds: How long it took.
         note: Why nothing was judged.
@@ -65,6 +66,7 @@ class Record:
     kinds: dict[str, int] = field(default_factory=dict)
     local: int = 0
     needless: list[str] = field(default_factory=list)
+    flags: int = 0
     costs: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: float = 0.0
     note: str = ""
@@ -144,7 +146,7 @@ def _judge_call(
         for outcome in judge(ref, library, mesh, combos):
             _enter(record, form, call, outcome)
             if function and len(mesh) == 1:
-                _enter_cost(record, call, outcome)
+                _enter_cost(record, ref, outcome)
 
 
 def _reference(call: Call, grad: bool, twice: bool) -> Reference | None:
@@ -169,12 +171,16 @@ def _enter(record: Record, form: str, call: Call, outcome: Outcome) -> None:
         )
 
 
-def _enter_cost(record: Record, call: Call, outcome: Outcome) -> None:
+def _enter_cost(record: Record, reference: Reference, outcome: Outcome) -> None:
     if outcome.verdict in ("error", "hang"):
         return
-    if pieces_suffice(call, outcome.mesh[0], outcome.combo):
+    call, moved = reference.call, outcome.moved.bytes > 0
+    if pieces_suffice(call, outcome.mesh[0], outcome.combo) and (
+        not moved or gradients_suffice(reference, outcome.mesh[0], outcome.combo)
+    ):
         record.local += 1
-        if outcome.moved.bytes:
+        record.flags += not moved and outcome.moved.flag_bytes > 0
+        if moved:
             record.needless.append(
                 f"{cost_of(outcome)}, {outcome.moved.bytes} bytes | mesh {outcome.mesh} "
                 f"[{combo_text(outcome.combo)}] {call.text}"
@@ -189,12 +195,12 @@ def _enter_cost(record: Record, call: Call, outcome: Outcome) -> None:
 
 
 def cost_of(outcome: Outcome) -> str:
-    """What a layout costs: "nothing", "partial", the collectives, or "gather"."""
+    """What a layout costs: "nothing", "partial", "flag", the collectives, or "gather"."""
     moved = outcome.moved
     if moved.gathered:
         return "gather"
     if not moved.bytes:
-        return "partial" if outcome.pending else "nothing"
+        return "partial" if outcome.pending else "flag" if moved.flag_bytes else "nothing"
     return "+".join(sorted(set(moved.kinds)))
 
 

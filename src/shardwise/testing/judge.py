@@ -103,11 +103,11 @@ class Reference:
         self.grads2 = self.grads
         if not any(s is not None for s in self.seeds):
             return
-        self.grads = _gradients(parts, self.seeds, self.plain, create_graph=twice)
+        self.grads = gradients(parts, self.seeds, self.plain, create_graph=twice)
         if twice and any(g is not None and g.requires_grad for g in self.grads):
             self.twice = True
             self.seeds2 = [_seed(g, generator) for g in self.grads]
-            self.grads2 = _gradients(self.grads, self.seeds2, self.plain, create_graph=False)
+            self.grads2 = gradients(self.grads, self.seeds2, self.plain, create_graph=False)
 
     @property
     def differentiates(self) -> bool:
@@ -128,7 +128,7 @@ def _seed(w: Any, generator: torch.Generator) -> Tensor | None:
     return torch.randn(w.shape, dtype=w.dtype, generator=generator)
 
 
-def _gradients(
+def gradients(
     outs: Sequence[Any],
     seeds: Sequence[Tensor | None],
     leaves: Sequence[Tensor],
@@ -252,11 +252,11 @@ def _trial(reference: Reference, library: Library, mesh: Any, outcome: Outcome) 
     lost = [s is not None and not o.requires_grad for o, s in zip(outs, seeds)]
     if any(lost):
         return [*bad, "a result that should require grad does not"]
-    grads = _gradients(outs, [whole(s) for s in seeds], args, create_graph=reference.twice)
+    grads = gradients(outs, [whole(s) for s in seeds], args, create_graph=reference.twice)
     bad += _compare_gradients("gradient", grads, reference.grads, reference.tol)
     if reference.twice:
         seeds2 = [None if g is None else whole(s) for g, s in zip(grads, reference.seeds2)]
-        grads2 = _gradients(grads, seeds2, args, create_graph=False)
+        grads2 = gradients(grads, seeds2, args, create_graph=False)
         bad += _compare_gradients("second gradient", grads2, reference.grads2, reference.tol)
     return bad
 
@@ -345,4 +345,12 @@ def _difference_of_numbers(got: Any, want: Any) -> str | None:
     return f"{got!r}, want {want!r}"
 
 
-__all__ = ["TOLERANCE", "Outcome", "Reference", "difference", "error_text", "judge"]
+__all__ = [
+    "TOLERANCE",
+    "Outcome",
+    "Reference",
+    "difference",
+    "error_text",
+    "gradients",
+    "judge",
+]

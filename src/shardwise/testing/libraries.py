@@ -25,12 +25,14 @@ class Moved:
     """What one rank's calls sent for.
 
     Attributes:
-        bytes: Received.
+        bytes: Received, without the flags.
+        flag_bytes: Received of the numbers by which ranks agree whether all of them raise.
         kinds: The collectives, in order, without those that carry no tensor.
         gathered: The ops that were done by gathering their operands.
     """
 
     bytes: int = 0
+    flag_bytes: int = 0
     kinds: list[str] = field(default_factory=list)
     gathered: list[str] = field(default_factory=list)
 
@@ -111,7 +113,9 @@ class Shardwise:
         moved = Moved()
 
         def take(event: object) -> None:
-            if isinstance(event, CommEvent):
+            if isinstance(event, CommEvent) and event.tag.endswith(" check"):
+                moved.flag_bytes += event.bytes
+            elif isinstance(event, CommEvent):
                 moved.bytes += event.bytes
                 if event.kind not in ("barrier", "all_gather_object"):
                     moved.kinds.append(event.kind)

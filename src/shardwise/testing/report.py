@@ -48,6 +48,10 @@ def summary(records: Sequence[Record]) -> str:
         f"checks: {sum(r.checks for r in records)}; where nothing has to move, nothing moved in "
         f"{local - needless} of {local} ({100 * needless / max(local, 1):.2f} % moved)"
     )
+    if flags := sum(r.flags for r in records):
+        lines.append(
+            f"of those, only the flag by which the ranks agree whether to raise: {flags} pairs"
+        )
     return "\n".join(lines)
 
 
@@ -106,7 +110,8 @@ def _page(records: Sequence[Record], library: str) -> Iterator[str]:
     yield ""
     yield "## Moved without need"
     yield ""
-    yield "The plain op on the pieces would have been right, and bytes were moved all the same."
+    yield "The plain op on the pieces would have been right, gradients too, whatever the values, and bytes were moved"
+    yield "all the same. (The 8 bytes by which the ranks agree whether all of them raise are no data: counted above.)"
     yield ""
     yield "| entry | pairs | for example |"
     yield "| --- | --- | --- |"
@@ -119,7 +124,8 @@ def _page(records: Sequence[Record], library: str) -> Iterator[str]:
     yield "One tensor laid out, the others replicated, meshes of 2 and of 4: what the forward call does, most frequent"
     yield "first. `S(0)`: sharded on dim 0; `P`: a pending sum. Several answers: they depend on the other arguments"
     yield "(a reduction over the sharded dim, or over another). *nothing*: nothing moves; *partial*: nothing moves, the"
-    yield "result is a pending sum; *gather*: operands are gathered and the op runs whole."
+    yield "result is a pending sum; *flag*: nothing but the number by which the ranks agree whether to raise; *gather*:"
+    yield "operands are gathered and the op runs whole."
     yield ""
     for r in records:
         if r.note == "takes no tensor":

@@ -128,7 +128,7 @@ def bytes_moved(
         args = [lay_out(t, mesh, ps) for t, ps in zip(tensors, combo)]
         with library.watch() as moved, torch.no_grad():
             fn(*args)
-        return moved.bytes
+        return moved.bytes + moved.flag_bytes
 
     return sum(library.run(on_rank, math.prod(mesh_shape)))
 
