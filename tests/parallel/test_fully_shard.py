@@ -602,3 +602,37 @@ def test_loss_scaling_agrees_on_overflow():
             torch.testing.assert_close(p.full_tensor(), q)
 
     run_two(fn)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 2}, {"zero": 1}], ids=str)
+def test_other_dims_are_cut_where_asked(zoo, options):
+    """The last dim of every matrix: uneven, with tensor parallel, on a mesh of three axes."""
+
+    def choose(p):
+        return Shard(-1) if p.ndim == 2 else None
+
+    def make(model, mesh):
+        parallelize_module(model, mesh["tp"], tensor_plan())
+        sharded(model, mesh["rep", "dp"], shard_placement_fn=choose, **options)
+        assert model.tok.weight.placements == (Replicate(), Shard(1))
+        assert model.blocks[0].up.weight.layout.dims == ((2,), (1,))
+        assert model.blocks[0].down.weight.layout.dims == ((), (2, 1))
+        assert model.blocks[0].up.weight.to_local().is_contiguous()
+        return model
+
+    names = ("rep", "dp", "tp")
+    i = lambda m: (6, 3 * m.get_local_rank("rep") + m.get_local_rank("dp"))  # noqa: E731
+    train_plain(
+        zoo, 12, (2, 3, 2), names, make, i, batch=6, layers=1, width=8, hidden=5, heads=2
+    )
+
+
+def test_the_dim_to_cut_must_exist():
+    def fn(r, mesh):
+        model = stack(1)
+        for wrong in (Shard(2), Replicate(), 1):
+            with pytest.raises(LayoutError, match=r'for "0\.weight", which has 2 dims'):
+                fully_shard(model, mesh, shard_placement_fn=lambda p, wrong=wrong: wrong)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+    run_two(fn)

@@ -15,7 +15,7 @@
 ```
 
 Pieces are cut from dim 0 as torch.chunk cuts; shorter ones are padded, so that a whole parameter is the beginning
-of its place in ``full``. The memory of ``full`` is given back between uses, while the leaves live on: what autograd
+of its place in ``full``. Those that are cut from another dim are copied together and apart rank by rank. The memory of ``full`` is given back between uses, while the leaves live on: what autograd
 has saved of them is whole again before backward comes to it.
 """
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.transport import Handle, Transport
 from shardwise.errors import GradientError, LayoutError
+from shardwise.layout import boxes
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.gradients import leaf_of
 
@@ -42,6 +43,7 @@ class Piece:
         param: The sharded parameter.
         owners: The modules that hold it, and under which names.
         shape: Shape of the whole, or of its part where another axis cuts it, too.
+        dim: The dim that the ranks share.
         length: Elements that each rank has of it, padding included.
         here: Elements that this rank really has.
     """
@@ -50,6 +52,7 @@ class Piece:
     param: DTensor
     owners: list[tuple[nn.Module, str]]
     shape: torch.Size
+    dim: int
     length: int
     here: int
 
@@ -57,6 +60,16 @@ class Piece:
     def local(self) -> Tensor:
         """This rank's piece."""
         return self.param._local
+
+    def parts(self, whole: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For each rank its piece within the whole parameter, and the same within its row."""
+        out = []
+        n = rows.shape[0]
+        for i in range(n):
+            at, size = boxes.chunk(self.shape[self.dim], n, i)
+            piece = whole.narrow(self.dim, at, size)
+            out.append((piece, rows[i, : piece.numel()].view(piece.shape)))
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +194,24 @@ class Flat:
         elif not self.full.untyped_storage().nbytes():
             self.full.untyped_storage().resize_(self._bytes)
         with torch.no_grad():
-            torch.split_with_sizes_copy(rows, self.lengths, dim=1, out=self._places)
+            self._copy_apart(rows)
         for leaf, p in zip(self.leaves, self.pieces):
             if leaf.requires_grad != p.local.requires_grad:
                 leaf.requires_grad_(p.local.requires_grad)
         self.is_whole = True
+
+    def _copy_apart(self, rows: Tensor) -> None:
+        if not any(p.dim for p in self.pieces):
+            torch.split_with_sizes_copy(rows, self.lengths, dim=1, out=self._places)
+            return
+        for p, leaf, place, part in zip(
+            self.pieces, self.leaves, self._places, rows.split(self.lengths, dim=1)
+        ):
+            if p.dim == 0:
+                place.copy_(part)
+                continue
+            for piece, row in p.parts(leaf.data, part):
+                piece.copy_(row)
 
     def free(self) -> None:
         """Give the memory of the whole parameters back."""
@@ -245,6 +271,12 @@ def _pack(p: Piece, g: Tensor, place: Tensor, scale: float) -> None:
         )
     g = g.to_dense() if g.layout is not torch.strided else g
     n = place.shape[0]
+    if p.dim:
+        for piece, row in p.parts(g, place):
+            row.copy_(piece)
+        if scale != 1:
+            place.mul_(scale)
+        return
     if g.numel() != n * p.length:
         whole = torch.zeros(n * p.length, dtype=g.dtype, device=g.device)
         whole[: g.numel()].copy_(g.reshape(-1))

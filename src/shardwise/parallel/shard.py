@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import boxes
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
+from shardwise.layout.placement import Shard
 from shardwise.parallel.flat import Dtypes, Flat, Piece
 from shardwise.parallel.plan import become
 from shardwise.parallel.schedule import Group, Schedule
@@ -50,6 +51,7 @@ def fully_shard(
     *,
     zero: int = 3,
     reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy = _AS_IT_IS,
     ignored_params: Iterable[nn.Parameter] = (),
     src_data_rank: int | None = 0,
@@ -58,8 +60,9 @@ def fully_shard(
 
     Call it on the blocks first, then on the model: each call makes one group of the parameters that no inner
     group has. A group is gathered by one message while the one before it runs, and its gradients are reduced
-    while backward goes on. The parameters become DTensors, cut along dim 0; any optimizer of ``torch.optim``,
-    clipping and loss scaling work on them as they are. They keep their identity.
+    while backward goes on. The parameters become DTensors, cut along dim 0 or where ``shard_placement_fn``
+    says; any optimizer of ``torch.optim``, clipping and loss scaling work on them as they are. They keep
+    their identity.
 
     What goes into the outermost module decides how it runs, as for `data_parallel`: plain tensors, each rank
     its own program, gradients averaged; DTensors cut over the axis, one program on the whole batch.
@@ -73,6 +76,8 @@ def fully_shard(
             stay whole until the end of backward, too.
         reshard_after_forward: Free the parameters after forward and gather them again for backward. Default:
             all groups but the outermost, with ``zero=3``.
+        shard_placement_fn: Says for a parameter which dim to cut, ``Shard(1)``; None is dim 0, which costs
+            the least: other dims are copied together piece by piece. Sizes need not divide.
         mp_policy: Dtypes.
         ignored_params: Parameters to leave alone.
         src_data_rank: Position, along the axis, of the rank whose values count; None: each rank cuts its own.
@@ -82,7 +87,8 @@ def fully_shard(
         on the meta device: they are cut there, and ``to_empty`` makes the pieces.
 
     Raises:
-        LayoutError: A parameter has no dim to cut, is cut over the axis already, or the module is in a group.
+        LayoutError: A parameter has no (such) dim to cut, is cut over the axis already, or the module is in
+            a group.
             Nothing has been changed then.
         MeshError: The mesh has not one axis, or two.
 
@@ -105,12 +111,14 @@ def fully_shard(
     transport = current()
     ignored = {id(p) for p in ignored_params}
     named = _own_parameters(module, ignored)
+    dims = [_dim_of(name, p, shard_placement_fn) for name, p, _ in named]
     for name, p, _ in named:
         _check(name, p, mesh)
     if mesh.coordinate_of(transport.rank) is None:
         return module
     pieces = [
-        _cut(module, n, p, owners, mesh, transport, src_data_rank) for n, p, owners in named
+        _cut(module, n, p, owners, dim, mesh, transport, src_data_rank)
+        for (n, p, owners), dim in zip(named, dims)
     ]
     flats = _flats(pieces, mesh, transport, mp_policy)
     reshard = reshard_after_forward if zero == 3 else False
@@ -140,12 +148,27 @@ def _own_parameters(
     return list(found.values())
 
 
-def _check(name: str, p: Tensor, mesh: Mesh) -> None:
+def _dim_of(
+    name: str, p: nn.Parameter, choose: Callable[[nn.Parameter], Shard | None] | None
+) -> int:
+    """The dim to cut."""
     if p.ndim == 0:
         raise LayoutError(
             f'"{name}" has no dim to cut.',
             tries=["a parameter of shape (1,)", f"ignored_params=[model.{name}]"],
         )
+    chosen = None if choose is None else choose(p)
+    if chosen is None:
+        return 0
+    if not isinstance(chosen, Shard) or not -p.ndim <= chosen.dim < p.ndim:
+        raise LayoutError(
+            f'shard_placement_fn says {chosen!r} for "{name}", which has {p.ndim} dims.',
+            tries=["Shard(dim)", "None: dim 0"],
+        )
+    return chosen.dim % p.ndim
+
+
+def _check(name: str, p: Tensor, mesh: Mesh) -> None:
     if not isinstance(p, DTensor):
         return
     own = p.layout.mesh
@@ -165,6 +188,7 @@ def _cut(
     name: str,
     p: nn.Parameter,
     owners: list[tuple[nn.Module, str]],
+    dim: int,
     mesh: Mesh,
     transport: Transport,
     source: int | None,
@@ -175,40 +199,41 @@ def _cut(
     assert coord is not None, "ranks outside the mesh take no part"
     n, i = mesh.shape[axis], coord[axis]
     local = (p._local if isinstance(p, DTensor) else p).detach().contiguous()
-    rows, inner = local.shape[0], local.shape[1:].numel()
+    rows = local.shape[dim]
+    inner = torch.Size([*local.shape[:dim], *local.shape[dim + 1 :]]).numel()
     length = -(-rows // n) * inner
     start, size = boxes.chunk(rows, n, i)
     ranks = mesh.group_ranks((axis,), coord)
     if source is None or local.is_meta or len(mesh.ranks) == 1:
-        mine = local[start : start + size].clone()
+        mine = local.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
     else:
         pieces = None
         if transport.rank == ranks[source]:
             cuts = [boxes.chunk(rows, n, k) for k in range(n)]
-            pieces = [local[at : at + count] for at, count in cuts]
-        like = local.new_empty(()).expand(size, *local.shape[1:])
+            pieces = [local.narrow(dim, at, count) for at, count in cuts]
+        shape = [*local.shape[:dim], size, *local.shape[dim + 1 :]]
+        like = local.new_empty(()).expand(shape)
         mine = transport.scatter(pieces, like, ranks, ranks[source], tag=mesh.axis_name(axis))
         if mesh.ndim == 2:
             over = mesh.group_ranks((0,), coord)
             mine = transport.broadcast(mine, over, over[0], tag=mesh.axis_name(0))
-    layout = _layout(p, mesh, axis, transport)
+    layout = _layout(p, dim, mesh, axis, transport)
     new = nn.Parameter(wrap(mine, spec_of(layout, transport)), requires_grad=p.requires_grad)
-    shape = local.shape
     kept: Any = become(root, p, new)
-    return Piece(name, kept, owners, shape, length, size * inner)
+    return Piece(name, kept, owners, local.shape, dim, length, size * inner)
 
 
-def _layout(p: Tensor, mesh: Mesh, axis: int, transport: Transport) -> Layout:
+def _layout(p: Tensor, dim: int, mesh: Mesh, axis: int, transport: Transport) -> Layout:
     """The layout of the pieces, on the axes of ``mesh`` followed by those that cut the parameter already."""
     if not isinstance(p, DTensor):
         dims: list[tuple[int, ...]] = [()] * p.ndim
-        dims[0] = (axis,)
+        dims[dim] = (axis,)
         stride = boxes.contiguous_stride(tuple(p.shape))
         return Layout(mesh, tuple(dims), (None,) * mesh.ndim, tuple(p.shape), stride, p.dtype)
     old: Layout = p.layout
     both = joint_mesh(mesh, old.mesh, transport)
     shifted = [tuple(a + mesh.ndim for a in on_dim) for on_dim in old.dims]
-    shifted[0] = (*shifted[0], axis)
+    shifted[dim] = (*shifted[dim], axis)
     stride = boxes.contiguous_stride(old.shape)
     return Layout(both, tuple(shifted), (None,) * both.ndim, old.shape, stride, old.dtype)
 
