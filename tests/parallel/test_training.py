@@ -77,7 +77,7 @@ def meshes(*makes):
         axes["tp"] = 2
     out = [axes]
     if len(axes) == 1:
-        out.append({name: 3 for name in axes})
+        out.append(dict.fromkeys(axes, 3))
     if "dp" in axes:
         out.append({"rep": 2, **axes})
     else:
@@ -96,7 +96,9 @@ CASES = [(makes, axes) for makes in WAYS for axes in meshes(*makes)]
 
 def name_of(case):
     makes, axes = case
-    return "+".join(m.__name__ for m in makes) + "-" + "x".join(f"{a}{n}" for a, n in axes.items())
+    return (
+        "+".join(m.__name__ for m in makes) + "-" + "x".join(f"{a}{n}" for a, n in axes.items())
+    )
 
 
 def cut_for(names):
@@ -113,9 +115,7 @@ def test_ten_steps(zoo, case, sizes):
     model = {k: sizes[k] for k in ("vocab", "width", "hidden")}
     plain = zoo.GPT(**model, layers=1, dropout=0.2)
     size = (sizes["batch"], sizes["length"])
-    batches = [
-        tuple(torch.randint(sizes["vocab"], size) for _ in range(2)) for _ in range(3)
-    ]
+    batches = [tuple(torch.randint(sizes["vocab"], size) for _ in range(2)) for _ in range(3)]
     expected = {}
     with shardwise.rng(like="torch"):
         for dtype in (torch.float64, torch.float32):
@@ -123,7 +123,10 @@ def test_ten_steps(zoo, case, sizes):
 
         def rank(_):
             mesh = shardwise.init_device_mesh("cpu", shape, mesh_dim_names=names)
-            mine = [[shardwise.distribute_tensor(t, mesh, cut_for(names)) for t in p] for p in batches]
+            mine = [
+                [shardwise.distribute_tensor(t, mesh, cut_for(names)) for t in p]
+                for p in batches
+            ]
             out = {}
             for dtype in expected:
                 ours = zoo.copy(plain).to(dtype)
