@@ -44,6 +44,23 @@ def test_later_of_equals_wins() -> None:
         assert not sweep(lambda x, f=f: tuple(f(x, 0)), t, meshes=MESHES, extra=2)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_second_gradients_of_logarithms_of_sums(x: torch.Tensor, rows: int) -> None:
+    x = x[:rows]
+    samples = [x.clone() for _ in range(4)]
+    samples[1][0] = 1e4  # all gradients further on underflow
+    samples[2][rows // 2], samples[2][-1, 0] = 1e4, -1e4
+    samples[3][0] = samples[3][rows // 2, 0] = -math.inf
+    if rows > 3:
+        samples.append(x.clone())
+        samples[4][1] = math.inf
+    for t in samples:
+        for dim in (0, 1):
+            assert not sweep(
+                lambda x, d=dim: x.logcumsumexp(d), t, meshes=((2,), (4,)), extra=0, twice=True
+            )
+
+
 def test_nan_and_infinity(x: torch.Tensor) -> None:
     x[1, 1, 1] = x[3, 1, 1] = math.nan
     x[0], x[1, 0] = -math.inf, -math.inf

@@ -5,12 +5,14 @@ What is sent is one row per rank: the piece's total.
 
 from __future__ import annotations
 
+from dataclasses import replace
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.rules.edges import nothing
 from shardwise.rules.notation import WHOLE, Arg, LocalProgram, Rule, numbered
 from shardwise.rules.reduce import dims_of, is_inexact, wide
 from shardwise.rules.registry import rule
@@ -72,14 +74,26 @@ def logcumsumexp(input: Arg, dim: Any, **more: Any) -> Rule | None:
         d = dim % input.ndim
         x = wide(input)
         group = ctx.group(f"d{d}")
-        own = torch.logcumsumexp(x, d)
-        totals = group.stack(torch.logsumexp(x, d, keepdim=True))
-        before = torch.logsumexp(totals[: group.index], 0)
-        none = before == -math.inf  # then there is nothing to add, nor a gradient of it
-        both = torch.logaddexp(own, torch.where(none, torch.zeros_like(before), before))
-        return torch.where(none, own, both).to(input.dtype)
+        totals = group.stack(_log_total(x, d, keepdim=True))
+        before = _log_total(totals[: group.index], 0)
+        if not x.numel() and not before.numel():
+            return nothing(x.shape, [x, before], input.dtype, saved=True)
+        # A first row, and not a logaddexp of two scans: the second derivative of either is NaN where a
+        # gradient that depends on the operand vanishes.
+        scan = torch.logcumsumexp(torch.cat((before, x), d), d)
+        return scan.narrow(d, 1, x.shape[d]).to(input.dtype)
 
-    return _scan(input, dim, local)
+    made = _scan(input, dim, local)
+    return None if made is None else replace(made, always_local=input.layout.has_empty())
+
+
+def _log_total(x: Tensor, dim: int, *, keepdim: bool = False) -> Tensor:
+    """``logsumexp``, without a gradient where it is infinite: there it would be NaN, of all elements."""
+    value = torch.logsumexp(x.detach(), dim, keepdim=True)
+    infinite = value.isinf()
+    safe = torch.where(infinite, torch.zeros_like(x), x)
+    total = torch.where(infinite, value, torch.logsumexp(safe, dim, keepdim=True))
+    return total if keepdim else total.squeeze(dim)
 
 
 def _running(op: str) -> Any:
