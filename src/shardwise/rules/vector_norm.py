@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from shardwise.compat import direct_apply
 from shardwise.rules.extremum import extremum
 from shardwise.rules.notation import ONE, WHOLE, Arg, Rule, aligned, numbered
 from shardwise.rules.pointwise import elementwise
@@ -26,7 +27,6 @@ from shardwise.rules.reduce import (
     kept,
     reduction,
     result_dtype,
-    safe_sqrt,
     wide,
 )
 from shardwise.rules.registry import rule
@@ -52,19 +52,40 @@ def norm_over(group: Any, x: Tensor, order: float, dims: Sequence[int]) -> Tenso
         return group.sum(torch.linalg.vector_norm(x, 0, dims, keepdim=True))
     if math.isinf(order):
         return extremum(group, x.abs(), dims, "max" if order > 0 else "min", nans=True)
-    if not (x.requires_grad and torch.is_grad_enabled()) and order >= 1:
+    grad = x.requires_grad and torch.is_grad_enabled()
+    if order == 2 and grad:
+        return _length(x, group, dims)
+    if not grad and order >= 1:
         part = torch.linalg.vector_norm(x, order, dims, keepdim=True)
         total = group.sum(part.pow(order))
     else:  # powers of entries: the norm of a piece that is zero would have no second derivative
         total = group.sum(_powers(x, order).sum(dims, keepdim=True))
-    if order == 1:
-        return total
-    return safe_sqrt(total) if order == 2 else _root(total, order)
+    return total if order == 1 else _root(total, order)
+
+
+class _Length(torch.autograd.Function):
+    """The Euclidean norm; at the zero vector its gradient is zero and its second one NaN, as torch's is."""
+
+    @staticmethod
+    def forward(x: Tensor, group: Any, dims: tuple[int, ...]) -> Tensor:
+        part = torch.linalg.vector_norm(x, 2, dims, keepdim=True)
+        return group.reduce(part.square(), "sum").sqrt() if group.size > 1 else part
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[0], output)
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, size = ctx.saved_tensors
+        return ctx.group.sum(grads[0]) * (x / size).masked_fill(size == 0, 0), None, None
+
+
+_length = direct_apply(_Length)
 
 
 def _powers(x: Tensor, order: float) -> Tensor:
-    if order == 2 and not x.is_complex():
-        return x.square()
     size = x.abs()
     if order >= 1:
         return size if order == 1 else size.pow(order)
@@ -86,7 +107,7 @@ def _root(total: Tensor, order: float) -> Tensor:
 def vector_norm(
     input: Arg, order: Any, dims: Sequence[int], keepdim: bool, dtype: Any
 ) -> Rule | None:
-    """A norm over any dims: local where they are whole."""
+    """A norm over any dims: local where they are whole; of order 0 or 1 a pending sum."""
     if not isinstance(order, (int, float)) or not is_inexact(dtype or input.dtype):
         return None
     if (order < 0 or order == math.inf) and 0 in [input.shape[d] for d in dims]:
@@ -94,11 +115,16 @@ def vector_norm(
     out = result_dtype(input, dtype, lambda x: torch.linalg.vector_norm(x, 2))
     out = _REAL_OF.get(out, out)
 
+    adds_up = order in (0, 1) or not input.layout.numel
+
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
         x = wide(input if dtype is None else input.to(dtype))
+        if adds_up:
+            return torch.linalg.vector_norm(x, order, dims, keepdim).to(out)
         return drop(norm_over(group_of(ctx, dims), x, order, dims), dims, keepdim).to(out)
 
-    return reduction(input, dims, keepdim, local=local)
+    op = "sum" if adds_up else "none"
+    return reduction(input, dims, keepdim, local=local, op=op)
 
 
 @rule("vector_norm", "aten.linalg_vector_norm")
