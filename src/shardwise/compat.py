@@ -238,6 +238,9 @@ def _codes(members: Any) -> Any:
 # Where forward-mode derivatives begin and end.
 FORWARD_MODE: tuple[Any, ...] = (torch._VF._make_dual, torch._VF._unpack_dual)
 
+# What ``torch.meshgrid`` calls for a list.
+MESHGRID_OF_LIST: Any = torch._VF.meshgrid
+
 jit_tracing: Any = torch._C._get_tracing_state
 
 

@@ -1,6 +1,7 @@
 """Matrices and transforms: what is not worked on is cut without communication."""
 
 from typing import Any
+import warnings
 
 import pytest
 import torch
@@ -139,3 +140,18 @@ def test_stft() -> None:
 
     assert not sweep(fn, rand(3, 40), meshes=((4,), (2, 2)), extra=2)
     assert bytes_moved(fn, [rand(3, 40)], (2,), ((S(0),),)) == 0
+
+
+def test_right_hand_sides_of_which_a_rank_has_none() -> None:
+    torch.manual_seed(0)
+    b, a = torch.randn(4, 5).double(), torch.randn(4, 4).double()
+    factor = torch.linalg.cholesky(a @ a.T + torch.eye(4))
+    assert not sweep(torch.cholesky_solve, b, factor, meshes=((4,),), extra=1, twice=True)
+    assert not bytes_moved(torch.cholesky_solve, [b, factor], (4,), ((S(1),), (R,)))
+    lu, pivots = torch.linalg.lu_factor(a)
+    assert not sweep(lambda b: L.lu_solve(lu, pivots, b), b, meshes=((4,),), extra=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch asks for linalg.lu_solve
+        args, combo = [b, lu, pivots], ((S(1),), (R,), (R,))
+        assert not sweep(torch.lu_solve, *args, meshes=((4,),), extra=1)
+        assert not bytes_moved(torch.lu_solve, args, (4,), combo)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -66,3 +67,11 @@ def test_padded_and_one_hot() -> None:
     assert not sweep(padded, X, meshes=SMALL, extra=1)
     ids = torch.arange(15).view(5, 3) % 4
     assert not sweep(lambda i: (F.one_hot(i, 6), F.one_hot(i)), ids, meshes=SMALL, extra=1)
+
+
+def test_as_many_classes_as_there_are() -> None:
+    ids = torch.tensor([[0, 3], [1, 1], [0, 2]])
+    assert not sweep(F.one_hot, ids, grad=False)
+    assert bytes_moved(F.one_hot, [ids], (2,), ((S(0),),)) == 2 * 2 * 8  # two numbers go round
+    with pytest.raises(RuntimeError, match="non-negative"):
+        bytes_moved(F.one_hot, [torch.tensor([1, -1, 2])], (2,), ((S(0),),))

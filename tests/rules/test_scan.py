@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from shardwise import Shard
+from shardwise import Replicate, Shard
 from shardwise.comm.meshes import init_device_mesh
 from shardwise.simulate import simulate
 from shardwise.tensor.create import distribute_tensor
 from shardwise.testing.sweep import bytes_moved, sweep
 
-S = Shard
+R, S = Replicate(), Shard
 MESHES = ((4,), (2, 2))
 
 
@@ -125,3 +125,14 @@ def test_one_total_per_rank_moves(x: torch.Tensor) -> None:
         assert bytes_moved(lambda x, f=f: f(x, 0), [x], (4,), ((S(0),),)) == totals
         assert bytes_moved(lambda x, f=f: f(x, 0), [x], (4,), ((S(2),),)) == 0
     assert bytes_moved(lambda x: x.cummax(0), [x], (4,), ((S(0),),)) == 2 * totals
+
+
+def test_no_difference_at_all(x: torch.Tensor) -> None:
+    for fn in (lambda x: torch.diff(x, 0, 1), lambda x: x.diff(n=0)):
+        assert not sweep(fn, x, extra=2, twice=True)
+        assert not bytes_moved(fn, [x], (4,), ((S(1),),))
+    before = x[:2].clone()
+    fn = lambda x, b: torch.diff(x, 0, 0, prepend=b)  # noqa: E731
+    assert not sweep(fn, x, before, extra=4)
+    for combo in (((S(0),), (R,)), ((R,), (S(0),)), ((S(1),), (S(1),))):
+        assert not bytes_moved(fn, [x, before], (4,), combo)

@@ -147,3 +147,15 @@ def test_second_gradients_of_the_euclidean_norm(x: torch.Tensor) -> None:
     """NaN at a zero vector, as torch has it, and nowhere else; a piece that is zero is not a zero vector."""
     for f in (lambda x: x.norm(dim=0), lambda x: x.norm(), lambda x: x[1].norm()):
         assert not sweep(f, x, extra=2, twice=True)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, math.inf])
+def test_rows_made_shorter(x: torch.Tensor, order: float) -> None:
+    x = x + 0.01
+    fn = lambda x: torch.renorm(x, order, 1, 2.0)  # noqa: E731
+    assert not sweep(fn, x, extra=2)
+    assert not sweep(lambda x: x.renorm(order, 0, 2.0), x, meshes=((4,),), extra=1)
+    assert not bytes_moved(fn, [x], (2,), ((S(1),),))
+    assert (
+        bytes_moved(fn, [x], (2,), ((S(0),),)) <= 2 * 2 * 2 * 3 * 8
+    )  # norms, and flags of NaN

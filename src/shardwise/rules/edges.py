@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,3 +47,25 @@ def nothing(
                 made = made + (none * none).sum().to(made.dtype)
         return made
     return tied(made, tensors)
+
+
+class Unempty:
+    """The call where the piece of the result holds anything; the kernels refuse pieces that do not.
+
+    Attributes:
+        dtype: The dtype of the result; default: that of the first tensor.
+        saved: The op's backward reads its tensors again.
+    """
+
+    __slots__ = ("dtype", "saved")
+
+    def __init__(self, dtype: torch.dtype | None = None, *, saved: bool = False) -> None:
+        self.dtype, self.saved = dtype, saved
+
+    def __call__(self, ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run."""
+        shape = ctx.outs[0].local_shape
+        if 0 not in shape:
+            return ctx.func(*args, **kwargs)
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        return nothing(shape, tensors, self.dtype, saved=self.saved)

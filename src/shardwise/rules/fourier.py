@@ -6,34 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from shardwise.rules.edges import nothing
+from shardwise.rules.edges import Unempty
 from shardwise.rules.linalg import like_torch
 from shardwise.rules.notation import WHOLE, Arg, Rule, numbered
 from shardwise.rules.registry import functions, rule
 from shardwise.rules.view import some_dims
-
-
-class Unempty:
-    """The call where the piece of the result holds anything; the kernels refuse pieces that do not.
-
-    Attributes:
-        dtype: The dtype of the result.
-    """
-
-    __slots__ = ("dtype",)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run."""
-        shape = ctx.outs[0].local_shape
-        if 0 not in shape:
-            return ctx.func(*args, **kwargs)
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        return nothing(shape, tensors, self.dtype)
 
 
 def _along(x: Arg, dims: Any, func: Any, args: tuple[Any, ...], kwargs: Any) -> Rule | None:
@@ -136,20 +114,69 @@ def stft(  # noqa: PLR0913  torch's parameters
     align_to_window: Any = None,
 ) -> Rule | None:
     """``n [t], [w] -> n [f] [l]``; linear in the signal."""
-    if input.ndim != 2 or not return_complex:
+    if input.ndim not in (1, 2) or not return_complex:
         return None
     args = (input, n_fft, hop_length, win_length, window, center, pad_mode, normalized)
     more = {"onesided": onesided, "return_complex": True, "align_to_window": align_to_window}
     results = like_torch(torch.stft, args, more)
-    if results is None or len(results[0][0]) != 3:
+    if results is None or len(results[0][0]) != input.ndim + 1:
         return None
-    ins = {input: ("n", WHOLE)} | ({} if window is None else {window: (WHOLE,)})
+    batch = ("n",) * (input.ndim - 1)
+    ins = {input: (*batch, WHOLE)} | ({} if window is None else {window: (WHOLE,)})
     return Rule(
         ins,
-        (("n", WHOLE, WHOLE),),
+        ((*batch, WHOLE, WHOLE),),
         linear=(frozenset([input]),),
         local=Unempty(results[0][2]),
         always_local=input.layout.has_empty(),
         out_shapes=(results[0][0],),
         out_strides=(results[0][1],),
+    )
+
+
+@rule("istft")
+def istft(
+    input: Arg,
+    n_fft: int,
+    hop_length: Any = None,
+    win_length: Any = None,
+    window: Arg | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: Any = None,
+    length: Any = None,
+    return_complex: bool = False,
+) -> Rule | None:
+    """``n [f] [l], [w] -> n [t]``; linear in the spectrum."""
+    if input.ndim not in (2, 3) or not input.dtype.is_complex or 0 in input.shape[-2:]:
+        return None
+    one = torch.zeros(1, *input.shape[-2:], dtype=input.dtype, device="cpu")
+    size = n_fft if win_length is None else win_length
+    kind = one.real.dtype if window is None else window.dtype
+    ones = torch.ones(size, dtype=kind, device="cpu")
+    try:  # torch has no meta form; how long the result is does not depend on values
+        result = torch.istft(
+            one,
+            n_fft,
+            hop_length,
+            win_length,
+            ones,
+            center,
+            normalized,
+            onesided,
+            length,
+            return_complex,
+        )
+    except (RuntimeError, ValueError):
+        return None
+    batch = ("n",) * (input.ndim - 2)
+    ins = {input: (*batch, WHOLE, WHOLE)} | ({} if window is None else {window: (WHOLE,)})
+    return Rule(
+        ins,
+        ((*batch, WHOLE),),
+        linear=(frozenset([input]),),
+        local=Unempty(result.dtype),
+        always_local=input.layout.has_empty(),
+        out_shapes=((*input.shape[:-2], result.shape[-1]),),
+        checked=True,
     )

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from shardwise.rules.edges import Unempty, nothing
 from shardwise.rules.notation import WHOLE, Arg, Rule, numbered, without_empty
 from shardwise.rules.registry import functions, rule
+from shardwise.rules.rowmap import mapped
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -57,9 +59,9 @@ for _name in ("interpolate", "upsample", "upsample_nearest", "upsample_bilinear"
     _spatial(getattr(F, _name), None)
 for _name in (
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
-    "upsample_bicubic2d", "upsample_trilinear3d",
+    "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 ):  # fmt: skip
-    for _f in functions(f"aten.{_name}"):
+    for _f in (getattr(torch.ops.aten, _name), *functions(f"aten.{_name}")):
         _spatial(_f, None)
 
 
@@ -88,11 +90,44 @@ for _d in (1, 2, 3):
 def local_response_norm(
     input: Arg, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Rule | None:
-    """``n [c] s -> n [c] s``."""
-    if input.ndim < 3:
+    """``n c s -> n c s``; over sharded channels a rank takes those that are near its own."""
+    if input.ndim < 3 or type(size) is not int or size < 1:
         return None
-    names = ("n", WHOLE, *numbered("s", input.ndim - 2))
-    return Rule({input: names}, (names,), whole=without_empty({input: names}, names))
+    names = ("n", "c", *numbered("s", input.ndim - 2))
+    channels = input.shape[1]
+
+    def near(rank_channels: range) -> list[int]:
+        """The channels that the sums of these go over; -1 beyond the ends."""
+        if not rank_channels:
+            return []
+        first, last = rank_channels.start - size // 2, rank_channels.stop + (size - 1) // 2
+        return [i if 0 <= i < channels else -1 for i in range(first, last)]
+
+    def local(
+        ctx: Any,
+        input: Tensor,
+        size: int,
+        alpha: float = 1e-4,
+        beta: float = 0.75,
+        k: float = 1.0,
+    ) -> Tensor:
+        def wanted(rank: int) -> Tensor:
+            return torch.tensor(near(ctx.piece(0, 1, rank)), dtype=torch.int64, device="cpu")
+
+        squares = ctx.rows(1, wanted, factor="c")(input.square())
+        if not input.numel():
+            return nothing(input.shape, [input, squares], saved=True)
+        lined = squares.reshape(squares.shape[0], 1, squares.shape[1], -1)
+        mean = F.avg_pool2d(lined, (size, 1), stride=1).reshape(input.shape)
+        return input / (mean * alpha + k).pow(beta)
+
+    return Rule(
+        {input: names},
+        (names,),
+        special=frozenset("c"),
+        local=local,
+        always_local=input.layout.has_empty(),
+    )
 
 
 def _blocks(input: Arg, factor: int, up: bool) -> Rule | None:
@@ -104,41 +139,42 @@ def _blocks(input: Arg, factor: int, up: bool) -> Rule | None:
         return None
     channels = c // (r * r) if up else c
     shape = (*lead, channels, h * r, w * r) if up else (*lead, c * r * r, h // r, w // r)
-    names = (*numbered("b", len(lead)), "c", WHOLE, WHOLE)
+    names = (*numbered("b", len(lead)), "c", "h", "w")
     ins = {input: names}
+    fewer = (channels, h, w) if up else (channels, h // r, w // r)
     return Rule(
         ins,
         (names,),
-        whole=without_empty(ins, names),
-        divides={"c": channels},
+        divides=dict(zip("chw", fewer)) if r > 1 else {},
         linear=(frozenset([input]),),
+        local=Unempty(),
+        always_local=input.layout.has_empty(),
         out_shapes=(shape,),
     )
 
 
 @rule("pixel_shuffle", "aten.pixel_shuffle.default")
 def pixel_shuffle(input: Arg, upscale_factor: int) -> Rule | None:
-    """``... (c r r) [h] [w] -> ... c [h r] [w r]``."""
+    """``... (c r r) h w -> ... c (h r) (w r)``."""
     return _blocks(input, upscale_factor, up=True)
 
 
 @rule("pixel_unshuffle", "aten.pixel_unshuffle.default")
 def pixel_unshuffle(input: Arg, downscale_factor: int) -> Rule | None:
-    """``... c [h r] [w r] -> ... (c r r) [h] [w]``."""
+    """``... c (h r) (w r) -> ... (c r r) h w``."""
     return _blocks(input, downscale_factor, up=False)
 
 
 @rule("channel_shuffle", "aten.channel_shuffle.default")
 def channel_shuffle(input: Arg, groups: int) -> Rule | None:
-    """``n [c] s -> n [c] s``."""
-    if input.ndim < 3:
+    """The channels in another order: a rank fetches those of its piece."""
+    if input.ndim < 3 or type(groups) is not int or groups < 1 or input.shape[1] % groups:
         return None
-    names = ("n", WHOLE, *numbered("s", input.ndim - 2))
-    return Rule(
-        {input: names},
-        (names,),
-        whole=without_empty({input: names}, names),
-        linear=(frozenset([input]),),
+    each = input.shape[1] // groups
+    return mapped(
+        input,
+        {1: lambda i: i % groups * each + i // groups},
+        always_local=input.layout.has_empty(),  # the kernel refuses an empty piece
     )
 
 
@@ -193,6 +229,14 @@ def grid_sample(
     ins = {input: ("n", "c", *(WHOLE,) * (input.ndim - 2)), grid: ("n", *points, WHOLE)}
     shape = (*input.shape[:2], *grid.shape[1:-1])
     return Rule(ins, (("n", "c", *points),), out_shapes=(shape,))
+
+
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def grid_sampler(
+    input: Arg, grid: Arg, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Rule | None:
+    """``grid_sample`` as ATen has it."""
+    return grid_sample(input, grid)
 
 
 @rule(F.affine_grid)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rules.edges import tied
+from shardwise.rules.edges import Unempty, tied
 from shardwise.rules.loss import bind
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, aligned, numbered
 from shardwise.rules.pointwise import tensor_operands
@@ -243,12 +243,10 @@ def _solver(
         others = [given[n] for n in names if n != right]
         if any(not isinstance(a, Arg) for a in (b, *others)):
             return None
-        a = next(
-            x for n, x in given.items() if n in names and n not in (right, "pivots", "tau")
-        )
+        a = next(x for n, x in given.items() if n in names and n not in (right, *_VECTORS))
         vector = func in _TAKES_VECTORS and _is_vector(a, b)
         columns = bool(given.get("left", True))
-        own = {x: 1 if n in ("pivots", "tau") else 2 for n, x in given.items() if n in names}
+        own = {x: 1 if n in _VECTORS else 2 for n, x in given.items() if n in names}
         own[b] = 1 if vector else 2
         if any(x.ndim < n for x, n in own.items()):
             return None
@@ -267,11 +265,15 @@ def _solver(
             ins,
             tuple(rest),
             whole=frozenset()
-            if vector
+            if vector or len(outs) == 1
             else _never_empty(b, "c", b.ndim - (1 if columns else 2)),
             special=frozenset(lead) if fails else frozenset(),
             linear=(frozenset([b]),) if len(outs) == 1 else (),
-            local=_Together(lead, batch) if fails else with_edges,
+            local=_Together(lead, batch)
+            if fails
+            else _SOLVED
+            if len(outs) == 1
+            else with_edges,
             always_local=any(x.layout.has_empty() for x in own),
             out_shapes=tuple(shape for shape, *_ in results),
             out_strides=tuple(stride for _, stride, _ in results),
@@ -280,6 +282,8 @@ def _solver(
     rule(func)(solver)
 
 
+_SOLVED = Unempty(saved=True)
+_VECTORS = frozenset(("pivots", "LU_pivots", "tau"))
 _TAKES_VECTORS = frozenset([_L.solve, _L.solve_ex, *functions("aten._linalg_solve_ex.default")])
 
 
@@ -304,6 +308,9 @@ _solver(_L.solve_triangular, ("A", "B"), right="B")
 _solver(_L.solve_ex, ("A", "B"), right="B", outs=(2, 0), fails=True)
 _solver(_L.lu_solve, ("LU", "pivots", "B"), right="B")
 _solver(_L.ldl_solve, ("LD", "pivots", "B"), right="B")
+for _f in functions("lu_solve"):
+    if _f is not _L.lu_solve:
+        _solver(_f, ("input", "LU_data", "LU_pivots"), right="input")
 for _f in functions("cholesky_solve"):
     _solver(_f, ("input", "L"), right="input")
 for _f in functions("ormqr"):

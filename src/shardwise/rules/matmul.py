@@ -56,6 +56,12 @@ def matmul(input: Arg, other: Arg, *_: Any, **__: Any) -> Rule | None:
     return Rule(made.ins, made.outs, linear=made.linear, out_shapes=(tuple(shape),))
 
 
+@rule("__rmatmul__")
+def rmatmul(input: Arg, other: Arg) -> Rule | None:
+    """``other @ input``."""
+    return matmul(other, input)
+
+
 def _batch(arg: Arg, names: Labels) -> Labels:
     count = max(arg.ndim - 2, 0)
     return tuple(
@@ -74,6 +80,19 @@ def linear(input: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
     if bias is not None:
         ins[bias] = ("n",)
     return contraction(ins, (*names, "n"), (input, weight), bias)
+
+
+@rule("bilinear", "aten.bilinear")
+def bilinear(input1: Arg, input2: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
+    """``b i, b j, o i j, o -> b o``; linear in each, but for the bias, which is added once."""
+    if weight.ndim != 3 or not input1.ndim or input1.ndim != input2.ndim:
+        return None
+    names = numbered("b", input1.ndim - 1)
+    ins = {input1: (*names, "i"), input2: (*names, "j"), weight: ("o", "i", "j")}
+    if bias is not None:
+        ins[bias] = ("o",)
+    made = contraction(ins, (*names, "o"), (input1, input2, weight), bias)
+    return replace(made, whole=without_empty(ins, (*names, "i", "j", "o")))
 
 
 def _scaled_addend(

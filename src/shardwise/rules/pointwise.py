@@ -34,7 +34,7 @@ _MORE = (
     "complex", "sgn", "expm1", "log1p", "log_sigmoid", "erf", "erfc", "erfinv", "lgamma", "digamma", "mvlgamma",
     "polygamma", "i0", "sinc", "logit", "expit", "heaviside", "hypot", "nextafter", "gcd", "lcm", "bitwise_and",
     "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "frexp",
-    "fake_quantize_per_tensor_affine", "dequantize", "detach", "resolve_conj", "resolve_neg",
+    "fake_quantize_per_tensor_affine", "dequantize", "detach", "resolve_conj", "resolve_neg", "isclose",
 )  # fmt: skip
 _OPERATORS = (
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__rsub__", "__rdiv__", "__rtruediv__", "__rpow__",

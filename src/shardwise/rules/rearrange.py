@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 
 from shardwise.rules.found import repeated_each, repeated_numbers
-from shardwise.rules.notation import WHOLE, Arg, Rule, numbered
+from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
 from shardwise.rules.rowmap import RowMap, fetched, mapped, padding, reversed_, rolled
 from shardwise.rules.view import ints, one_dim, some_dims, view_of
@@ -276,8 +278,29 @@ def diag(input: Arg, diagonal: Any = 0) -> Rule | None:
 
 @rule("one_hot")
 def one_hot(tensor: Arg, num_classes: Any = -1) -> Rule | None:
-    """A row with a single one for each class number; their count must be given."""
-    if type(num_classes) is not int or num_classes < 1:
+    """A row with a single one for each class number; where their count is not given, the greatest is found."""
+    if type(num_classes) is not int or not (num_classes >= 1 or num_classes == -1):
         return None
     names = numbered("d", tensor.ndim)
+    if num_classes == -1:
+        if tensor.dtype is not torch.int64 or not tensor.layout.numel:
+            return None  # torch says what it takes
+        return Rule(
+            {tensor: names},
+            ((*names, WHOLE),),
+            local=partial(_as_many_classes, names),
+            always_local=True,
+            out_shapes=((*tensor.shape, None),),
+        )
     return Rule({tensor: names}, ((*names, WHOLE),), out_shapes=((*tensor.shape, num_classes),))
+
+
+def _as_many_classes(names: Labels, ctx: Any, tensor: Tensor, num_classes: Any = -1) -> Tensor:
+    """One-hot rows as long as the greatest number of all ranks asks for."""
+    ends = tensor.new_full((2,), -1)  # of the greatest, and of what is left of zero
+    if tensor.numel():
+        ends = torch.stack((tensor.max(), -tensor.min()))
+    most, below = ctx.group(*names).reduce(ends, "max").tolist()
+    if below > 0:  # torch says so, on all ranks
+        F.one_hot(torch.tensor([-1]))
+    return F.one_hot(tensor, most + 1)

@@ -6,7 +6,6 @@ What is sent is one row per rank: the piece's total.
 from __future__ import annotations
 
 from dataclasses import replace
-import math
 from typing import Any
 
 import torch
@@ -146,14 +145,16 @@ def diff(
     """Over a sharded dim each rank fetches the rows that follow its own; next to others it must be whole."""
     dims = dims_of(input, dim)
     operands = [t for t in (prepend, input, append) if t is not None]
-    if not dims or type(dim) is not int or type(n) is not int or n < 1 or more.keys() - {"out"}:
+    if not dims or type(dim) is not int or type(n) is not int or more.keys() - {"out"}:
         return None
-    if any(t.ndim != input.ndim or t.dtype != input.dtype for t in operands):
+    if n < 0 or any(t.ndim != input.ndim or t.dtype != input.dtype for t in operands):
         return None
     (d,) = dims
     rest = [t.shape[:d] + t.shape[d + 1 :] for t in operands]
     if any(r != rest[0] for r in rest):
         return None
+    if n == 0:
+        return _as_it_is(input, [t for t in operands if t is not input], d)
     names = numbered("d", input.ndim)
     length = max(sum(t.shape[d] for t in operands) - n, 0)
     shape = tuple(length if i == d else s for i, s in enumerate(input.shape))
@@ -176,4 +177,21 @@ def diff(
         linear=linear,
         local=local if alone else None,
         out_shapes=(shape,),
+    )
+
+
+def _as_it_is(x: Arg, ignored: list[Arg], dim: int) -> Rule | None:
+    """No difference at all: torch copies the operand, and only looks at the sizes of what goes before and after."""
+    names = numbered("d", x.ndim)
+    ins = {x: names}
+    unseen = [f"p{i}" for i in range(len(ignored))]
+    for t, name in zip(ignored, unseen):
+        ins[t] = tuple(name if d == dim else n for d, n in enumerate(names))
+    return Rule(
+        ins,
+        (names,),
+        reduce=dict.fromkeys(unseen, "none"),
+        linear=(frozenset([x]),),
+        local=lambda ctx, input, *_, **__: torch.diff(input, 0, dim),
+        always_local=bool(ignored),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, numbered
@@ -67,3 +68,31 @@ def softmax_backward(
     return Rule(
         {grad_output: names, output: names}, (names,), linear=(frozenset([grad_output]),)
     )
+
+
+@rule("combinations", "aten.combinations")
+def combinations(input: Arg, r: Any = 2, with_replacement: bool = False) -> Rule | None:
+    """Every choice of ``r`` elements of a vector, which is whole unless they are taken one by one."""
+    if input.ndim != 1 or type(r) is not int or r < 1:
+        return None
+    n = input.shape[0]
+    rows = math.comb(n + r - 1, r) if with_replacement and n else math.comb(n, r)
+    name = "d0" if r == 1 else WHOLE
+    return Rule(
+        {input: (name,)},
+        ((name, WHOLE),),
+        linear=(frozenset([input]),),
+        out_shapes=((rows, r),),
+    )
+
+
+@rule("prelu", "aten.prelu")
+def prelu(input: Arg, weight: Arg) -> Rule | None:
+    """A slope below zero, for all or for each channel, which is dim 1."""
+    channels = input.shape[1] if input.ndim > 1 else 1
+    if weight.ndim > 1 or weight.layout.numel not in (1, channels):
+        return None
+    names = numbered("d", input.ndim)
+    alone = weight.layout.numel == 1
+    slope = (ONE,) * weight.ndim if alone else names[1:2]
+    return Rule({input: names, weight: slope}, (names,))

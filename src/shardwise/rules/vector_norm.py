@@ -355,6 +355,28 @@ def dist(input: Arg, other: Arg, p: Any = 2) -> Rule | None:
     )
 
 
+@rule("renorm", "aten.renorm")
+def renorm(input: Arg, p: Any, dim: Any, maxnorm: Any) -> Rule | None:
+    """Rows of a dim that are longer than ``maxnorm`` are made that long."""
+    if input.ndim < 2 or type(dim) is not int or not -input.ndim <= dim < input.ndim:
+        return None
+    if not isinstance(p, (int, float)) or p <= 0 or not is_inexact(input.dtype):
+        return None
+    if not isinstance(maxnorm, (int, float)) or maxnorm < 0:
+        return None
+    names = numbered("d", input.ndim)
+    dims = tuple(d for d in range(input.ndim) if d != dim % input.ndim)
+
+    def local(ctx: Any, input: Tensor, p: Any, dim: Any, maxnorm: Any) -> Tensor:
+        size = norm_over(group_of(ctx, dims), wide(input), p, dims)
+        ratio = torch.where(size > maxnorm, maxnorm / (size + 1e-7), torch.ones_like(size))
+        return (input * ratio).to(input.dtype)
+
+    return Rule(
+        {input: names}, (names,), special=frozenset(names[d] for d in dims), local=local
+    )
+
+
 # -- weight norm ----------------------------------------------------------------------------------
 @rule("_weight_norm", "aten._weight_norm")
 def weight_norm(v: Arg, g: Arg, dim: Any = 0) -> Rule | None:

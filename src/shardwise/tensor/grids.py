@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.compat import MESHGRID_OF_LIST
 from shardwise.errors import LayoutError
 from shardwise.tensor.overrides import OVERRIDES, override
 
@@ -21,7 +22,7 @@ def _broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return tuple(t.expand(shape) for t in tensors)
 
 
-@override(torch.functional.meshgrid)
+@override(torch.functional.meshgrid, MESHGRID_OF_LIST)
 def _meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     indexing = kwargs.get("indexing") or "ij"
