@@ -31,7 +31,13 @@ from shardwise.compat import (
 from shardwise.errors import GradientError
 from shardwise.tensor.gradients import Leaf, syncing
 
+_REDUCED = "_shardwise_reduced"  # marks what is in a bucket
 FIRST_BUCKET_BYTES = 1024 * 1024  # a small one first: sending begins early
+
+
+def is_reduced(local: Tensor) -> bool:
+    """Whether a parameter, or a DTensor's local tensor, is in the buckets of a data parallel module."""
+    return _REDUCED in vars(local)
 
 
 class Slot:
@@ -253,18 +259,28 @@ class Reducers:
 
     def _hook(self, part: Reducer, slot: Slot) -> Callable[[], None]:
         """Call `_arrived` when the slot's gradient has come; returns what undoes that."""
-        arrived = self._arrived
-        if slot.leaf is None:
-            hook = slot.local.register_post_accumulate_grad_hook(lambda _: arrived(part, slot))
-            return hook.remove
-        leaf = slot.leaf
-        leaf.owner = lambda: arrived(part, slot)
-        return lambda: setattr(leaf, "owner", None)
+        arrived, leaf, local = self._arrived, slot.leaf, slot.local
+        setattr(local, _REDUCED, True)
+        hook = None
+        if leaf is None:
+            hook = local.register_post_accumulate_grad_hook(lambda _: arrived(part, slot))
+        else:
+            leaf.owner = lambda: arrived(part, slot)
+
+        def undo() -> None:
+            delattr(local, _REDUCED)
+            if leaf is not None:
+                leaf.owner = None
+            elif hook is not None:
+                hook.remove()
+
+        return undo
 
     def remove(self) -> None:
         """Take the hooks off."""
         for remove in self._remove:
             remove()
+        self._remove = []
 
     def _arrived(self, part: Reducer, slot: Slot) -> None:
         if not syncing():

@@ -13,7 +13,7 @@ from shardwise.comm.transport import Transport, current
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
-from shardwise.parallel.buckets import Reducer, Reducers, Slot
+from shardwise.parallel.buckets import Reducer, Reducers, Slot, is_reduced
 from shardwise.parallel.plan import become
 from shardwise.program.spec import spec_of
 from shardwise.tensor.create import distribute_tensor
@@ -54,7 +54,8 @@ def data_parallel(
         The module, with the first rank's parameters and buffers on every rank.
 
     Raises:
-        LayoutError: A parameter is cut over the axis.
+        LayoutError: A parameter is cut over the axis, on the meta device, or in a data parallel module already.
+            Nothing has been changed then.
         MeshError: The mesh has not exactly one axis.
 
     Example:
@@ -69,8 +70,7 @@ def data_parallel(
         )
     transport = current()
     for name, p in module.named_parameters():
-        if isinstance(p, DTensor):
-            _check(name, p, mesh)
+        _check(name, p, mesh)
     if mesh.coordinate_of(transport.rank) is None:
         return module
     _broadcast([*module.parameters(), *module.buffers()], mesh, transport)
@@ -82,7 +82,19 @@ def data_parallel(
     return module
 
 
-def _check(name: str, p: DTensor, mesh: Mesh) -> None:
+def _check(name: str, p: Tensor, mesh: Mesh) -> None:
+    if p.is_meta:
+        raise LayoutError(
+            f'"{name}" is on the meta device: what makes it real would part it from its bucket.',
+            tries=["model.to_empty(device=...), initialize, then data_parallel"],
+        )
+    if is_reduced(p._local if isinstance(p, DTensor) else p):
+        raise LayoutError(
+            f'"{name}" is in a data parallel module already.',
+            tries=["call data_parallel once, on the whole model"],
+        )
+    if not isinstance(p, DTensor):
+        return
     axes = (0,) if p.layout.mesh == mesh else mesh.axes_in(p.layout.mesh)
     if axes is not None and (
         p.layout.axis_dim(axes[0]) is not None or p.layout.partial[axes[0]] is not None
@@ -214,7 +226,12 @@ class DataParallel:
                 wrap(local.detach(), spec_of(layout, self.transport)),
                 requires_grad=p.requires_grad,
             )
-            become(self.module, p, new)
+            if become(self.module, p, new) is not p:
+                raise LayoutError(
+                    f"a parameter {tuple(p.shape)} cannot become a DTensor and stay the same object, because "
+                    "somebody holds a weak reference to it: an optimizer would go on with the old one.",
+                    tries=["distribute_module(model, mesh), then data_parallel, then the optimizer"],
+                )
         for sub in self.module.modules():
             for key, b in sub._buffers.items():
                 if b is not None and not isinstance(b, DTensor):

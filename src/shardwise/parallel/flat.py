@@ -119,6 +119,7 @@ class Flat:
         self.leaves: list[Tensor] = []
         self._places: list[Tensor] = []
         self.is_whole = False
+        self.version = 0  # of the pieces, when they were gathered
 
     # ---- the shards -----------------------------------------------------------------------------
 
@@ -178,6 +179,7 @@ class Flat:
         if self.is_whole or self._handle is not None:
             return
         source = self.shard()
+        self.version = sum([p.local._version for p in self.pieces])
         if self.dtypes.compute != self.dtypes.kept:
             source = source.to(self.dtypes.compute)
         self._handle = self.transport.all_gather_async(source, self.ranks, tag=self.tags[0])
@@ -221,6 +223,20 @@ class Flat:
         if self.is_whole:
             self.full.untyped_storage().resize_(0)
             self.is_whole = False
+
+    def check_unwritten(self) -> None:
+        """Raise if somebody has written to a gathered parameter: that would be lost.
+
+        Raises:
+            LayoutError: Somebody has.
+        """
+        for p, leaf in zip(self.pieces, self.leaves):
+            if leaf._version:
+                raise LayoutError(
+                    f'"{p.name}" was written to while its module ran. It was gathered for that, and what was '
+                    "written is lost.",
+                    tries=["write to the parameter outside of forward", "Embedding: no max_norm"],
+                )
 
     # ---- gradients ----------------------------------------------------------------------------------
 

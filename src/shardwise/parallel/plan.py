@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
 from torch import nn
@@ -17,9 +18,13 @@ from shardwise.errors import LayoutError, MeshError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placement
+from shardwise.parallel.buckets import is_reduced
 from shardwise.parallel.styles import ParallelStyle
 from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.dtensor import DTensor
+
+
+_STYLES = "_shardwise_styles"  # what earlier calls have made of a module
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,31 @@ def parallelize_module(
     for m in matches:
         m.style.check(m.module, m.name or type(m.module).__name__)
     work = _parameters(module, matches, mesh)
+    for m in matches:
+        _check_style(m, mesh)
     for owner, key, placement in work:
         _distribute(module, owner, key, mesh, placement, src_data_rank)
     for m in matches:
         m.style.attach(m.module, mesh)
+        if _lays_out(m.style):
+            vars(m.module).setdefault(_STYLES, []).append((mesh, type(m.style).__name__))
     return module
+
+
+def _lays_out(style: ParallelStyle) -> bool:
+    """Whether a style says how parameters are laid out, and so can be a module's only one."""
+    return style.__class__.layouts is not ParallelStyle.layouts
+
+
+def _check_style(m: _Match, mesh: Mesh) -> None:
+    """An earlier call may have had a style for the module: its hooks are there already."""
+    for over, style in vars(m.module).get(_STYLES, ()) if _lays_out(m.style) else ():
+        if over == mesh:
+            raise LayoutError(
+                f'"{m.name}" is parallelized already, with {style} over the axis '
+                f'"{mesh.axis_name(0)}".',
+                tries=["call parallelize_module once for each module"],
+            )
 
 
 def _match(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[_Match]:
@@ -119,7 +144,7 @@ def _parameters(
     work: list[tuple[nn.Module, str, Placement]] = []
     for m in matches:
         placements = m.style.layouts(m.module)
-        if placements or m.style.__class__.layouts is not ParallelStyle.layouts:
+        if placements or _lays_out(m.style):
             if id(m.module) in styled:
                 raise LayoutError(
                     f'"{m.name}" is parallelized twice: by "{styled[id(m.module)]}" and once more.',
@@ -131,6 +156,7 @@ def _parameters(
             if p is None:
                 continue
             name = f"{m.name}.{key}" if m.name else key
+            check_not_reduced(name, p, "parallelize_module")
             layout = Layout.of(mesh, (placement,), p.shape, None, p.dtype)
             before = wanted.setdefault(id(p), (name, layout))
             if before[1] is not layout:
@@ -177,15 +203,40 @@ def _distribute(
 
 def become(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
     """Let a parameter be another one, wherever it is used: the same object, where torch allows it."""
+    recurrent: list[nn.RNNBase] = []
+    if getweakrefcount(old):  # which forbids the swap: recurrent modules have some, and renew them
+        recurrent = [
+            m
+            for m in root.modules()
+            if isinstance(m, nn.RNNBase) and any(p is old for p in m._parameters.values())
+        ]
+    for m in recurrent:
+        m._flat_weight_refs = []
+    kept = old
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError:  # somebody holds a weak reference or a node of its graph
+        kept = new
         for module in root.modules():
             for key, p in module._parameters.items():
                 if p is old:
                     module._parameters[key] = new
-        return new
-    return old
+    for m in recurrent:
+        m._init_flat_weights()
+    return kept
+
+
+def check_not_reduced(name: str, p: torch.Tensor, what: str) -> None:
+    """What lays a parameter out anew must come before its gradients are in buckets.
+
+    Raises:
+        LayoutError: They are.
+    """
+    if is_reduced(p._local if isinstance(p, DTensor) else p):
+        raise LayoutError(
+            f'"{name}" is in a data parallel module already, and {what} would part it from its bucket.',
+            tries=[f"{what} first, then data_parallel"],
+        )
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.transport import Transport
 from shardwise.compat import current_autograd_node, current_graph_task, queue_callback
-from shardwise.errors import ShardError
+from shardwise.errors import GradientError, ShardError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.parallel.flat import Flat, Piece, Reduction, add_grad
@@ -326,6 +326,9 @@ class Schedule:
             return
         if group is self.root and len(self._seen) > 1:
             self.order = self._seen
+        if out is not None:
+            for flat in group.flats:
+                flat.check_unwritten()
         hooked = False
         if torch.is_grad_enabled():
             hooked = self._hook(group, out)
@@ -342,10 +345,16 @@ class Schedule:
             return False
         group.calls += 1
         entered: list[bool] = []
+        versions = [flat.version for flat in group.flats]
 
         def enter(_: Tensor) -> None:
             self._enter_backward(group, first=not entered)
             entered.append(True)
+            if versions != [flat.version for flat in group.flats]:
+                raise GradientError(
+                    f"parameters of {type(group.module).__name__} have changed between forward and backward.",
+                    tries=["optimizer.step() after all backwards of a step"],
+                )
 
         for t in tracked:
             t.register_hook(enter)

@@ -17,7 +17,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Shard
 from shardwise.parallel.flat import Dtypes, Flat, Piece
-from shardwise.parallel.plan import become
+from shardwise.parallel.plan import become, check_not_reduced
 from shardwise.parallel.schedule import Group, Schedule
 from shardwise.program.spec import spec_of
 from shardwise.tensor.dtensor import DTensor, wrap
@@ -169,6 +169,7 @@ def _dim_of(
 
 
 def _check(name: str, p: Tensor, mesh: Mesh) -> None:
+    check_not_reduced(name, p, "fully_shard")
     if not isinstance(p, DTensor):
         return
     own = p.layout.mesh
