@@ -230,7 +230,9 @@ class DataParallel:
                 raise LayoutError(
                     f"a parameter {tuple(p.shape)} cannot become a DTensor and stay the same object, because "
                     "somebody holds a weak reference to it: an optimizer would go on with the old one.",
-                    tries=["distribute_module(model, mesh), then data_parallel, then the optimizer"],
+                    tries=[
+                        "distribute_module(model, mesh), then data_parallel, then the optimizer"
+                    ],
                 )
         for sub in self.module.modules():
             for key, b in sub._buffers.items():

@@ -235,7 +235,10 @@ class Flat:
                 raise LayoutError(
                     f'"{p.name}" was written to while its module ran. It was gathered for that, and what was '
                     "written is lost.",
-                    tries=["write to the parameter outside of forward", "Embedding: no max_norm"],
+                    tries=[
+                        "write to the parameter outside of forward",
+                        "Embedding: no max_norm",
+                    ],
                 )
 
     # ---- gradients ----------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from shardwise.parallel.styles import ParallelStyle
 from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.dtensor import DTensor
 
-
 _STYLES = "_shardwise_styles"  # what earlier calls have made of a module
 
 
@@ -204,7 +203,9 @@ def _distribute(
 def become(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
     """Let a parameter be another one, wherever it is used: the same object, where torch allows it."""
     recurrent: list[nn.RNNBase] = []
-    if getweakrefcount(old):  # which forbids the swap: recurrent modules have some, and renew them
+    if getweakrefcount(
+        old
+    ):  # which forbids the swap: recurrent modules have some, and renew them
         recurrent = [
             m
             for m in root.modules()
