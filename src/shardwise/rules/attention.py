@@ -67,6 +67,7 @@ def scaled_dot_product_attention(
         ((*lead, "l", "f"),),
         special=frozenset(special | ({"h"} if picks else set())),
         divides={"h": key.shape[-3]} if grouped and not picks else {},
+        linear=(frozenset([value]),) if value not in (query, key, attn_mask) else (),
         local=local,
         always_local=dropout_p > 0 or any(a.layout.has_empty() for a in ins),
         out_shapes=(shape,),

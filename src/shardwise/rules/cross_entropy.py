@@ -73,7 +73,12 @@ def _class_loss(func: Any, *, of_logits: bool) -> None:
         special = frozenset(labels[0]) if how == "mean" else frozenset(("c",))
         out = labels[1] if how == "none" else ()
         return Rule(
-            ins, (out,), special=special, local=local, out_shapes=(shape if out else (),)
+            ins,
+            (out,),
+            special=special,
+            linear=tuple(frozenset([a]) for a in loss.factors(x, target, weight, given)),
+            local=local,
+            out_shapes=(shape if out else (),),
         )
 
     rule(func)(class_loss)
@@ -159,6 +164,17 @@ class _Loss:
             reduction=how,
             label_smoothing=smoothing,
         )
+
+    def factors(
+        self, x: Arg, target: Arg, weight: Arg | None, given: dict[str, Any]
+    ) -> list[Arg]:
+        """The arguments that the loss is a multiple of, each alone; a mean also divides by the weights."""
+        found = [] if self.of_logits else [x]
+        if self.probabilities and not given.get("label_smoothing"):
+            found.append(target)
+        if weight is not None and (self.how != "mean" or self.probabilities):
+            found.append(weight)
+        return [a for a in found if [x, target, weight].count(a) == 1]
 
     def total(self, ctx: Any, target: Tensor, weight: Tensor | None) -> Any:
         """What a mean divides by: the number, or the weights, of all targets that count."""

@@ -50,6 +50,7 @@ def _lookup(
         ((*names, "d"),),
         whole=whole,
         special=frozenset(("v",)),
+        linear=(frozenset([table]),),
         local=local,
         always_local=always,
         out_shapes=((*ids.shape, table.shape[1]),),
@@ -141,7 +142,9 @@ def embedding_bag(  # noqa: PLR0913  torch's parameters
         count = offsets.shape[0] - include_last_offset
     if per_sample_weights is not None:
         ins[per_sample_weights] = bags
-    whole = {"v", "l"} if mode not in ("sum", "mean") else set()
+    sums = mode in ("sum", "mean")
+    whole = set() if sums else {"v", "l"}
+    factors = [a for a in (weight, per_sample_weights) if sums and a is not None]
     if scale_grad_by_freq:  # counts of ids are over all of them
         whole |= {"v", "l", "b"}
     padding = padding_idx
@@ -179,6 +182,7 @@ def embedding_bag(  # noqa: PLR0913  torch's parameters
         ((bag, "d"),),
         whole=frozenset(whole),
         special=frozenset({"v", "l"}),
+        linear=tuple(frozenset([a]) for a in factors),
         local=local,
         always_local=sparse,
         out_shapes=((count, weight.shape[1]),),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
-from shardwise.rules.pointwise import pointwise
+from shardwise.rules.pointwise import choice
 from shardwise.rules.registry import rule
 from shardwise.rules.view import one_dim
 
@@ -105,7 +105,7 @@ def nonzero_static(input: Arg, *, size: Any, fill_value: Any = -1) -> Rule | Non
 def where(condition: Any, *choices: Any, **named: Any) -> Rule | None:
     """Elementwise; of a condition alone, the places where it holds."""
     if choices or named:
-        return pointwise(condition, *choices, **named)
+        return choice(condition, *choices, **named)
     return nonzero(condition, as_tuple=True)
 
 

@@ -113,7 +113,7 @@ def stft(  # noqa: PLR0913  torch's parameters
     return_complex: Any = None,
     align_to_window: Any = None,
 ) -> Rule | None:
-    """``n [t], [w] -> n [f] [l]``; linear in the signal."""
+    """``n [t], [w] -> n [f] [l]``; linear in the signal, and in the window."""
     if input.ndim not in (1, 2) or not return_complex:
         return None
     args = (input, n_fft, hop_length, win_length, window, center, pad_mode, normalized)
@@ -126,7 +126,7 @@ def stft(  # noqa: PLR0913  torch's parameters
     return Rule(
         ins,
         ((*batch, WHOLE, WHOLE),),
-        linear=(frozenset([input]),),
+        linear=tuple(frozenset([a]) for a in ins),
         local=Unempty(results[0][2]),
         always_local=input.layout.has_empty(),
         out_shapes=(results[0][0],),

@@ -49,7 +49,11 @@ def _spatial(func: Callable[..., Any], dims: int | None) -> None:
         names = (*("n", "c")[2 - (x.ndim - count) :], *(WHOLE,) * count)
         ins = {x: names}
         return Rule(
-            ins, (names,) * len(shapes), whole=without_empty(ins, ("c",)), out_shapes=shapes
+            ins,
+            (names,) * len(shapes),
+            whole=without_empty(ins, ("c",)),
+            linear=(frozenset([x]),) if x.dtype.is_floating_point else (),
+            out_shapes=shapes,
         )
 
     rule(func)(spatial)
@@ -77,7 +81,13 @@ def _unpool(dims: int) -> None:
             return None
         names = (*("n", "c")[2 - (input.ndim - dims) :], *(WHOLE,) * dims)
         ins = {input: names, indices: names}
-        return Rule(ins, (names,), whole=without_empty(ins, ("n", "c")), out_shapes=shapes)
+        return Rule(
+            ins,
+            (names,),
+            whole=without_empty(ins, ("n", "c")),
+            linear=(frozenset([input]),) if input.dtype.is_floating_point else (),
+            out_shapes=shapes,
+        )
 
     rule(func)(unpool)
 
@@ -228,7 +238,7 @@ def grid_sample(
     points = numbered("t", input.ndim - 2)
     ins = {input: ("n", "c", *(WHOLE,) * (input.ndim - 2)), grid: ("n", *points, WHOLE)}
     shape = (*input.shape[:2], *grid.shape[1:-1])
-    return Rule(ins, (("n", "c", *points),), out_shapes=(shape,))
+    return Rule(ins, (("n", "c", *points),), linear=(frozenset([input]),), out_shapes=(shape,))
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")

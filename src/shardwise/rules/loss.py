@@ -87,6 +87,7 @@ def reduced_loss(
     reduction: str,
     *,
     weight: Arg | None = None,
+    factor: Arg | None = None,
     sums_empty: bool = True,
 ) -> Rule | None:
     """The rule of a loss that has one value for each index of ``out``, reduced as asked.
@@ -99,10 +100,12 @@ def reduced_loss(
         names: Parameter names of ``func``.
         reduction: "none", "mean", "sum", or "batchmean".
         weight: Weights whose sum the mean is divided by, in place of the number of elements.
+        factor: An argument that each value is a multiple of: it may be a pending sum.
         sums_empty: Whether ``func`` sums an empty batch to zero.
     """
+    linear = () if factor is None or factor is weight else (frozenset([factor]),)
     if reduction == "none":
-        return Rule(ins, (out,), out_shapes=(shape,))
+        return Rule(ins, (out,), linear=linear, out_shapes=(shape,))
     if reduction not in ("mean", "sum", "batchmean"):
         return None
     count = shape[0] if reduction == "batchmean" and shape else math.prod(shape)
@@ -126,7 +129,7 @@ def reduced_loss(
         )
 
     special = frozenset() if reduction == "sum" and sums_empty else factors
-    return Rule(ins, ((),), special=special, local=local, out_shapes=((),))
+    return Rule(ins, ((),), special=special, linear=linear, local=local, out_shapes=((),))
 
 
 def _in_order(given: dict[str, Any]) -> list[Arg]:
@@ -156,8 +159,17 @@ def _elementwise(func: Any, *, same: bool = False, weighted: bool = False) -> No
         shape = tuple(torch.broadcast_shapes(*(a.shape for a in operands)))
         out = numbered("d", len(shape))
         ins = {a: aligned(a, out) for a in operands}
-        by = weight if weighted else None
-        return reduced_loss(func, ins, out, shape, names, reduction_of(given), weight=by)
+        how = reduction_of(given)
+        return reduced_loss(
+            func,
+            ins,
+            out,
+            shape,
+            names,
+            how,
+            weight=weight if weighted and how == "mean" else None,
+            factor=weight,
+        )
 
     rule(func, lifts=True)(elements)
 
@@ -230,7 +242,14 @@ def _of_rows(func: Any, count: int, *, sums_empty: bool = True) -> None:
             else:
                 return None
         return reduced_loss(
-            func, ins, out, shape, names, reduction_of(given), sums_empty=sums_empty
+            func,
+            ins,
+            out,
+            shape,
+            names,
+            reduction_of(given),
+            factor=given.get("weight"),
+            sums_empty=sums_empty,
         )
 
     rule(func, lifts=True)(rows)

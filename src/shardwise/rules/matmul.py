@@ -111,10 +111,11 @@ def _scaled_addend(
     ins = {addend: aligned(addend, out), **ins}
     made = contraction(ins, out, factors, addend)
     sizes = {name: n for a in factors for name, n in zip(ins[a], a.shape)}
+    empty = any(0 in a.shape for a in factors)  # the product is zero
     return Rule(
         ins,
         (out,),
-        linear=made.linear,
+        linear=(*made.linear, frozenset([addend])) if empty else made.linear,
         addends=made.addends,
         out_shapes=(tuple(sizes[name] for name in out),),
     )

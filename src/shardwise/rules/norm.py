@@ -187,6 +187,7 @@ def rms_norm(
     return Rule(
         ins,
         (names,),
+        linear=() if weight is None or weight is input else (frozenset([weight]),),
         special=frozenset(names[d] for d in dims),
         whole=_unsharded(input, dims, names),
         local=local,

@@ -5,6 +5,7 @@ A pending sum passes through what is linear: one factor of a product, both sides
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _MORE = (
     "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "clip", "clamp",
     "clamp_min", "clamp_max", "concat_", "divide", "fix", "floor_divide", "fmod", "greater", "greater_equal",
     "less", "less_equal", "logical_and", "logical_or", "logical_not", "logical_xor", "multiply", "negative",
-    "not_equal", "square", "subtract", "true_divide", "where", "lerp", "isfinite", "isinf", "isnan", "isreal",
+    "not_equal", "square", "subtract", "true_divide", "lerp", "isfinite", "isinf", "isnan", "isreal",
     "isneginf", "isposinf", "float_power", "ldexp", "masked_fill", "sigmoid", "tanh", "copysign", "xlogy",
     "nan_to_num", "addcmul", "addcdiv", "pow", "rsub", "bool", "byte", "char", "short", "int", "long", "float",
     "double", "half", "bfloat16", "clone", "conj", "conj_physical", "positive", "angle", "polar",
@@ -87,9 +88,30 @@ def pointwise(*args: Any, **kwargs: Any) -> Rule | None:
     return elementwise(tensor_operands(args, kwargs))
 
 
-def where(condition: Any, *values: Any, **named: Any) -> Rule | None:
-    """A choice between two values; ``where(condition)`` alone lists places, as many as there are."""
-    return pointwise(condition, *values, **named) if values or named else None
+def choice(*args: Any, **kwargs: Any) -> Rule:
+    """One of two values by a condition, of pending sums too; a value that is whole is one rank's addend then.
+
+    The condition is the first of the function's arguments, the second of the method's.
+    """
+    operands = tensor_operands(args, kwargs)
+    values = frozenset(a for a in operands if a.dtype.is_floating_point or a.dtype.is_complex)
+    if len(values) != 2 or len(operands) != 3:
+        return elementwise(operands)
+    return replace(elementwise(operands, (values,)), addends=values)
+
+
+def lerp(input: Arg, end: Any, weight: Any) -> Rule | None:
+    """Between two values, of pending sums too."""
+    operands = tensor_operands(input, end, weight)
+    ends = frozenset(tensor_operands(input, end))
+    return elementwise(operands, (ends,) if len(ends) == 2 and weight not in ends else ())
+
+
+def ldexp(input: Any, other: Any) -> Rule | None:
+    """Linear in the number, which is multiplied by a power of two."""
+    operands = tensor_operands(input, other)
+    alone = isinstance(input, Arg) and input is not other
+    return elementwise(operands, (frozenset([input]),) if alone else ())
 
 
 def linear_unary(x: Arg, *args: Any, **kwargs: Any) -> Rule:
@@ -100,8 +122,7 @@ def linear_unary(x: Arg, *args: Any, **kwargs: Any) -> Rule:
 def pointwise_sum(*args: Any, **kwargs: Any) -> Rule:
     """A sum of tensors: pending sums on all sides may stay."""
     operands = tensor_operands(args, kwargs)
-    alone = len(operands) < 2 or any(a.shape != operands[0].shape for a in operands)
-    return elementwise(operands, () if alone else (frozenset(operands),))
+    return elementwise(operands, (frozenset(operands),) if len(operands) > 1 else ())
 
 
 def pointwise_product(a: Any, b: Any = None, *args: Any, **kwargs: Any) -> Rule:
@@ -187,7 +208,8 @@ def _names() -> dict[str, Any]:
     }
     names |= {"__sub__": pointwise_sum, "__radd__": pointwise_sum, "__rsub__": pointwise_sum}
     names |= {"__truediv__": pointwise_quotient, "__neg__": linear_unary, "frexp": two_results}
-    names |= {"where": where, "to": _cast, "type_as": _cast, "_to_copy": _cast, "type": _cast}
+    names |= {"lerp": lerp, "ldexp": ldexp}
+    names |= {"to": _cast, "type_as": _cast, "_to_copy": _cast, "type": _cast}
     names.pop("copy", None)
     return names
 
