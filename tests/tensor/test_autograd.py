@@ -818,3 +818,48 @@ def test_gradient_edges() -> None:
         assert loss(dx, dw).grad_fn.next_functions
 
     on_mesh((2,), fn)
+
+
+@placed
+def test_the_gradient_at_an_edge_is_that_of_the_tensor(
+    shape: tuple[int, ...], ps: tuple[Any, ...]
+) -> None:
+    x, w = pair()
+    edge_of = torch.autograd.graph.get_gradient_edge
+
+    def fn(mesh: Any) -> None:
+        px, pw, dx, dw = leaves(mesh, ps, x, w)
+        (px @ pw).square().sum().backward()
+        close(torch.autograd.grad((dx @ dw).square().sum(), [edge_of(dx)])[0], px.grad)
+        into, to = torch.autograd.grad((dx @ dw).square().sum(), [dx, edge_of(dw)])
+        close(into, px.grad)
+        close(to, pw.grad)
+        y, py = dx @ dw, (px @ pw).detach()
+        close(torch.autograd.grad(y.square().sum(), edge_of(y), retain_graph=True)[0], 2 * py)
+        seed = DTensor.from_local(2 * py, mesh, [R] * mesh.ndim)
+        close(torch.autograd.grad([edge_of(y)], [dw], [seed], retain_graph=True)[0], pw.grad)
+        y.square().sum().backward(inputs=[edge_of(dx)])
+        close(dx.grad, px.grad)
+        assert dw.grad is None
+
+    on_mesh(shape, fn)
+
+
+def test_an_edge_of_a_tensor_of_which_a_plain_loss_was_made() -> None:
+    x, w = pair()
+
+    def fn(mesh: Any) -> None:
+        px, _, dx, dw = leaves(mesh, (S0,), x, w)
+        loss = (dx @ dw).square().sum().full_tensor()
+        (px @ w).square().sum().backward()
+        edge = torch.autograd.graph.get_gradient_edge(dx)
+        close(torch.autograd.grad(loss, edge)[0], px.grad)
+
+    on_mesh((2,), fn)
+
+
+def test_edges_of_plain_tensors_are_those_of_torch() -> None:
+    x = torch.ones(3, requires_grad=True)
+    edge = torch.autograd.graph.get_gradient_edge(x)
+    assert type(edge) is torch.autograd.graph.GradientEdge
+    assert torch.equal(torch.autograd.grad((x * x).sum(), edge)[0], torch.full((3,), 2.0))

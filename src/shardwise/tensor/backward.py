@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from shardwise.comm.execute import mover
 from shardwise.compat import run_backward
 from shardwise.errors import GradientError, LayoutError
 from shardwise.program.spec import Spec
 from shardwise.tensor.dtensor import DTensor, wrap, wrap_like
+from shardwise.tensor.gradient_edges import plain_edge, spec_of_edge
 from shardwise.tensor.gradients import seed
 from shardwise.tensor.overrides import override
 
@@ -20,11 +22,16 @@ from shardwise.tensor.overrides import override
 def _as_list(x: Any) -> list[Any]:
     if x is None:
         return []
-    return list(x) if isinstance(x, (tuple, list)) else [x]
+    return list(x) if isinstance(x, (tuple, list)) and not isinstance(x, GradientEdge) else [x]
 
 
 def _local(t: Any) -> Any:
-    return t._local if isinstance(t, DTensor) else t
+    return t._local if isinstance(t, DTensor) else plain_edge(t)
+
+
+def _spec(t: Any) -> Spec | None:
+    """Of a DTensor, or of the one whose edge this is."""
+    return t._spec if isinstance(t, DTensor) else spec_of_edge(t)
 
 
 def _seeds(tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
@@ -32,7 +39,8 @@ def _seeds(tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     out: list[Any] = []
     for t, g in zip(tensors, grads):
         if not isinstance(t, DTensor):
-            out.append(_local(g))
+            spec = None if g is None else spec_of_edge(t)
+            out.append(_local(g) if spec is None else given(spec, g))
         elif g is None:
             if t._spec.shape.numel() != 1 and t._local.requires_grad:
                 raise GradientError(
@@ -146,7 +154,7 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     return tuple(
         [
-            wrap_grad(g, t._spec) if isinstance(t, DTensor) and g is not None else g
+            g if g is None or (spec := _spec(t)) is None else wrap_grad(g, spec)
             for t, g in zip(inputs, got)
         ]
     )

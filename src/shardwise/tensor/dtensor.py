@@ -30,6 +30,7 @@ from shardwise.layout.mesh import Mesh
 from shardwise.program.compile import move_args
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.explain import explained
+from shardwise.tensor.gradient_edges import ResultNumber
 from shardwise.tensor.gradients import Leaf, leaf_of, seed, watch
 from shardwise.tensor.overrides import OVERRIDES
 from shardwise.tensor.plainkeys import index_key, plain_key
@@ -235,8 +236,8 @@ class DTensor(Protocol):
 
     @property
     def output_nr(self) -> int:
-        """Which result of its node the local is."""
-        return self._local.output_nr
+        """Which result of its node the local is; it knows the layout, see `gradient_edges`."""
+        return ResultNumber(self._local.output_nr, self._spec)
 
     @property
     def _version(self) -> int:
