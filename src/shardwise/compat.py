@@ -346,6 +346,23 @@ def on_transform(begin: Any, end: Any) -> None:
         setattr(module, name, watched(getattr(module, name)))
 
 
+def left_to_outer_backward(callback: Any) -> bool:
+    """At the end of a backward: if it runs inside another one (a reentrant checkpoint), call back at that one's end.
+
+    The node of the outer one that is being run is the only thing there that can be reached from here.
+    """
+    node = current_autograd_node()
+    if node is None:
+        return False
+
+    def after(*_: Any) -> None:
+        handle.remove()
+        queue_callback(callback)
+
+    handle = node.register_hook(after)
+    return True
+
+
 def storage_users(x: torch.Tensor) -> int:
     """How many tensors share the memory of ``x``, itself included."""
     storage = x.untyped_storage()

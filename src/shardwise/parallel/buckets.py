@@ -17,20 +17,22 @@ of the group's first rank, and stay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Handle, Transport
 from shardwise.compat import (
-    current_autograd_node,
     current_graph_task,
+    left_to_outer_backward,
     queue_callback,
     storage_users,
 )
 from shardwise.errors import GradientError
 from shardwise.tensor.gradients import Leaf, syncing
 
+_REGISTER = "register_post_accumulate_grad_hook"
 _REDUCED = "_shardwise_reduced"  # marks what is in a bucket
 FIRST_BUCKET_BYTES = 1024 * 1024  # a small one first: sending begins early
 
@@ -38,6 +40,37 @@ FIRST_BUCKET_BYTES = 1024 * 1024  # a small one first: sending begins early
 def is_reduced(local: Tensor) -> bool:
     """Whether a parameter, or a DTensor's local tensor, is in the buckets of a data parallel module."""
     return _REDUCED in vars(local)
+
+
+class Deferred:
+    """A user's hook on a plain parameter: it does nothing when the gradient comes, and runs once it is reduced."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self.hook = hook
+
+    def __call__(self, _: Tensor) -> None:
+        """What autograd calls."""
+
+
+def _defer_hooks(local: Tensor) -> Callable[[], None]:
+    """Have post-accumulate hooks, those of now and later ones, wait for the reduction; returns what undoes that."""
+    hooks: Any = local._post_accumulate_grad_hooks or {}
+    for key, hook in hooks.items():
+        hooks[key] = Deferred(hook)
+    vars(local)[_REGISTER] = lambda hook: Tensor.register_post_accumulate_grad_hook(
+        local, Deferred(hook)
+    )
+
+    def undo() -> None:
+        del vars(local)[_REGISTER]
+        hooks: Any = local._post_accumulate_grad_hooks or {}
+        for key, hook in hooks.items():
+            if isinstance(hook, Deferred):
+                hooks[key] = hook.hook
+
+    return undo
 
 
 class Slot:
@@ -91,6 +124,11 @@ class Slot:
         """Take the reduced gradient."""
         if self.leaf is None:
             self.local.grad = reduced
+            hooks: Any = self.local._post_accumulate_grad_hooks
+            if len(hooks) > 1:
+                for hook in list(hooks.values()):
+                    if isinstance(hook, Deferred):
+                        hook.hook(self.local)
             return
         self.leaf.shown = None
         self.leaf.add(reduced)
@@ -261,20 +299,25 @@ class Reducers:
         """Call `_arrived` when the slot's gradient has come; returns what undoes that."""
         arrived, leaf, local = self._arrived, slot.leaf, slot.local
         setattr(local, _REDUCED, True)
-        hook = None
-        if leaf is None:
-            hook = local.register_post_accumulate_grad_hook(lambda _: arrived(part, slot))
-        else:
+        if leaf is not None:
             leaf.owner = lambda: arrived(part, slot)
 
-        def undo() -> None:
-            delattr(local, _REDUCED)
-            if leaf is not None:
+            def undo() -> None:
+                delattr(local, _REDUCED)
                 leaf.owner = None
-            elif hook is not None:
-                hook.remove()
 
-        return undo
+            return undo
+        hook = local.register_post_accumulate_grad_hook(lambda _: arrived(part, slot))
+        restore = _defer_hooks(local)
+        ours: Any = local._post_accumulate_grad_hooks
+        ours[hook.id] = ours[hook.id].hook  # it alone runs at once
+
+        def undo_plain() -> None:
+            delattr(local, _REDUCED)
+            hook.remove()
+            restore()
+
+        return undo_plain
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -309,9 +352,9 @@ class Reducers:
 
     def _end(self) -> None:
         """Backward is over: send the rest, wait for all."""
-        if (
-            current_autograd_node() is not None
-        ):  # one inside another: that one needs an end, too
+        if self._task is None:  # it was called back more than once
+            return
+        if left_to_outer_backward(self._end):
             self._task = -1
             return
         self._task = None

@@ -148,6 +148,7 @@ class DataParallel:
         self.buffers: list[Tensor] = []
         self.broadcast_buffers = False
         self.reducers = Reducers([])
+        self._known: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._build()
 
     def __deepcopy__(self, memo: Any) -> DataParallel:
@@ -158,6 +159,7 @@ class DataParallel:
         self.reducers.remove()
         groups: dict[tuple[tuple[int, ...], str], list[Slot]] = {}
         named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        self._known = {id(p): (p, p.dtype) for _, p in named}
         for name, p in reversed(named):
             ranks, tag, slot = self._slot(name, p)
             if len(ranks) > 1:
@@ -197,10 +199,27 @@ class DataParallel:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before forward: clear up after a backward that raised, lay out for DTensors, send buffers."""
         self.reducers.forget()
+        self._look_again()
         for mesh in meshes_in((args, kwargs)):
             self._adopt(mesh)
         if self.broadcast_buffers and module.training:
             _broadcast(self.buffers, self.mesh, self.transport)
+
+    def _look_again(self) -> None:
+        """Parameters that were thawed, converted or put in since the buckets were made need places."""
+        known = self._known
+        changed = [
+            p
+            for p in self.module.parameters()
+            if p.requires_grad and known.get(id(p), (None, None))[1] != p.dtype
+        ]
+        if not changed:
+            return
+        for name, p in self.module.named_parameters():
+            if id(p) not in known and p.requires_grad:
+                _check(name, p, self.mesh)
+        _broadcast(changed, self.mesh, self.transport)
+        self._build()
 
     def _adopt(self, mesh: Mesh) -> None:
         """Lay plain parameters, and those on other axes, out on the mesh of the inputs: replicated there."""

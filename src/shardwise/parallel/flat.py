@@ -130,6 +130,12 @@ class Flat:
             now: Any = module._parameters[name]
             if now is not p.param:
                 _replaced(p, now)
+            if p.local._backward_hooks:
+                raise LayoutError(
+                    f'"{p.name}".register_hook(...) was called: such hooks see no gradient of a fully sharded '
+                    "parameter.",
+                    tries=["register_post_accumulate_grad_hook: it runs after the reduction"],
+                )
         shard = self._shard
         if shard is not None:
             where = shard.data_ptr()
@@ -151,8 +157,8 @@ class Flat:
                         "mp_policy, to compute otherwise",
                     ],
                 )
-        shard = torch.zeros(self.size, dtype=self.dtypes.kept, device=first.device)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            shard = torch.zeros(self.size, dtype=self.dtypes.kept, device=first.device)
             for p, place in zip(self.pieces, shard.split(self.lengths)):
                 place = place[: p.here].view(p.local.shape)
                 place.copy_(p.local)
@@ -161,7 +167,7 @@ class Flat:
         return shard
 
     def _make_leaves(self, device: torch.device) -> None:
-        """Leaves of autograd over memory that comes and goes."""
+        """Leaves of autograd over memory that comes and goes. To be made outside of inference mode."""
         self.full = torch.empty(self.n * self.size, dtype=self.dtypes.compute, device=device)
         start = 0
         for p in self.pieces:
@@ -192,7 +198,8 @@ class Flat:
         assert self._handle is not None, "it has just begun"
         rows, self._handle = self._handle.wait(), None
         if not self.leaves:
-            self._make_leaves(rows.device)
+            with torch.inference_mode(False):
+                self._make_leaves(rows.device)
         elif not self.full.untyped_storage().nbytes():
             self.full.untyped_storage().resize_(self._bytes)
         with torch.no_grad():

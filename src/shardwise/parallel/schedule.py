@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.transport import Transport
-from shardwise.compat import current_autograd_node, current_graph_task, queue_callback
-from shardwise.errors import GradientError, ShardError
+from shardwise.compat import current_graph_task, left_to_outer_backward, queue_callback
+from shardwise.errors import GradientError, LayoutError, ShardError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
+from shardwise.parallel.buckets import is_reduced
 from shardwise.parallel.flat import Flat, Piece, Reduction, add_grad
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.dtensor import DTensor, wrap
@@ -92,6 +93,19 @@ def _rest(spec: Spec, done: tuple[int, ...]) -> tuple[tuple[int, ...], str] | No
     if not axes:
         return None
     return mesh.group_ranks(axes, coord), "*".join(mesh.axis_name(a) for a in axes)
+
+
+_LEFT_ALONE = "_shardwise_ignored"
+
+
+def leave_alone(p: Tensor) -> None:
+    """Note that a parameter was to be ignored."""
+    setattr(p, _LEFT_ALONE, True)
+
+
+def is_left_alone(p: Tensor) -> bool:
+    """Whether somebody else cares for a plain parameter's gradient."""
+    return _LEFT_ALONE in vars(p) or is_reduced(p)
 
 
 class Group:
@@ -307,11 +321,22 @@ class Schedule:
             group.free()
         self._seen = []
         self.key = None
+        self._check_complete()
         for t in tensors_in(args):
             if isinstance(t, DTensor):
                 mesh = t._spec.layout.mesh
                 if mesh == self.root.mesh or self.root.mesh.axes_in(mesh) is not None:
                     self.key = mesh
+
+    def _check_complete(self) -> None:
+        """Raise if a parameter came after `fully_shard`: nobody would reduce its gradient."""
+        for name, p in self.root.module.named_parameters():
+            if isinstance(p, DTensor) or not p.requires_grad or is_left_alone(p):
+                continue
+            raise LayoutError(
+                f'"{name}" was put into a fully sharded module; nobody would reduce its gradient.',
+                tries=["fully_shard the new module, too", "ignored_params=[...]"],
+            )
 
     def _following(self, group: Group) -> Group | None:
         at = len(self._seen)
@@ -348,6 +373,12 @@ class Schedule:
         versions = [flat.version for flat in group.flats]
 
         def enter(_: Tensor) -> None:
+            if torch.is_grad_enabled():
+                raise GradientError(
+                    "backward with create_graph=True: the gradients of a fully sharded module cannot be "
+                    "differentiated, because its parameters are gone by then.",
+                    tries=["distribute_module: its gradients can be differentiated again"],
+                )
             self._enter_backward(group, first=not entered)
             entered.append(True)
             if versions != [flat.version for flat in group.flats]:
@@ -444,9 +475,9 @@ class Schedule:
 
     def _end(self) -> None:
         """Backward is over: send the rest, wait for all, free all."""
-        if (
-            current_autograd_node() is not None
-        ):  # one inside another: that one needs an end, too
+        if self._task is None:  # it was called back more than once
+            return
+        if left_to_outer_backward(self._end):
             self._task = -1
             return
         with torch.no_grad():

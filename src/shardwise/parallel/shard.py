@@ -18,7 +18,7 @@ from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Shard
 from shardwise.parallel.flat import Dtypes, Flat, Piece
 from shardwise.parallel.plan import become, check_not_reduced
-from shardwise.parallel.schedule import Group, Schedule
+from shardwise.parallel.schedule import Group, Schedule, leave_alone
 from shardwise.program.spec import spec_of
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.gradients import no_sync
@@ -109,7 +109,8 @@ def fully_shard(
     if _GROUP in vars(module):
         raise LayoutError(f"fully_shard was called on this {type(module).__name__} already.")
     transport = current()
-    ignored = {id(p) for p in ignored_params}
+    left_alone = list(ignored_params)
+    ignored = {id(p) for p in left_alone}
     named = _own_parameters(module, ignored)
     dims = [_dim_of(name, p, shard_placement_fn) for name, p, _ in named]
     for name, p, _ in named:
@@ -122,6 +123,8 @@ def fully_shard(
     ]
     flats = _flats(pieces, mesh, transport, mp_policy)
     reshard = reshard_after_forward if zero == 3 else False
+    for p in left_alone:
+        leave_alone(p)
     group = Group(module, mesh, flats, transport, reshard, early=zero > 1)
     vars(module)[_GROUP] = group
     vars(module)["no_sync"] = no_sync
