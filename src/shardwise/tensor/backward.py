@@ -39,8 +39,8 @@ def _seeds(tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     out: list[Any] = []
     for t, g in zip(tensors, grads):
         if not isinstance(t, DTensor):
-            spec = None if g is None else spec_of_edge(t)
-            out.append(_local(g) if spec is None else given(spec, g))
+            spec = spec_of_edge(t)
+            out.append(_local(g) if spec is None or g is None else given(spec, g))
         elif g is None:
             if t._spec.shape.numel() != 1 and t._local.requires_grad:
                 raise GradientError(
