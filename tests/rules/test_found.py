@@ -114,3 +114,16 @@ def test_different_elements() -> None:
     # every rank tells how many it has, and then those two
     many = (torch.arange(256) % 2).view(64, 4)
     assert bytes_moved(torch.unique, [many], (4,), CUT) == 4 * 3 * (1 + 2) * 8
+
+
+def test_masks_of_other_shapes() -> None:
+    row, tall = MASK[:1, :, 0].clone(), X[:, :1, :].clone()
+    for x, m in ((X, MASK[0]), (X, MASK[:, :1]), (tall, MASK), (X[0], MASK), (X[:, :, 0], row)):
+        x, m = x.clone(), m.clone()
+        assert not sweep(torch.masked_select, x, m, meshes=MESHES, extra=2, twice=True)
+    few = torch.zeros(64, 1, dtype=torch.bool)
+    few[[3, 20, 40, 63]] = True
+    x = torch.randn(64, 8, dtype=D, generator=G)
+    assert bytes_moved(torch.masked_select, [x, few], (4,), ((S(0),), (R,))) == 4 * 3 * 8 * 8
+    low = torch.randn(1, 8, dtype=D, generator=G)  # it is sent before it grows
+    assert bytes_moved(torch.masked_select, [low, few], (4,), ((S(1),), (R,))) == 3 * 8 * 8

@@ -101,3 +101,18 @@ def test_layouts() -> None:
         assert torch.cat([x, y], 1).placements == (S(0), S(1))
 
     simulate(on_rank, 4)
+
+
+def test_what_has_no_elements_and_no_dims_is_left_out() -> None:
+    none, x = torch.zeros(0, dtype=D), rand(5, 6)
+
+    def fn(none: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([none, x, none, x], 0)
+
+    assert not sweep(fn, none, x, extra=4)
+    assert not sweep(lambda n, x: torch.cat([n, x[0]]), none, x, extra=2)
+    for d in (0, 1):
+        moved = bytes_moved(
+            lambda n, x, d=d: torch.cat([n, x], d), [none, x], (2,), ((R,), (S(d),))
+        )
+        assert not moved

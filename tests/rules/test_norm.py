@@ -1,5 +1,7 @@
 """Normalisation layers: statistics over sharded dims from sums; batch norm's running statistics on all ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,3 +225,21 @@ def test_only_statistics_move() -> None:
         bytes_moved(lambda x, w: F.layer_norm(x, (4,), w), [x, w], (4,), ((R,), (S(0),)))
         == gathered
     )
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_running_statistics_of_instances(own: bool) -> None:
+    x, w, b = rand(5, 3, 4), rand(3), rand(3)
+    mean, var = rand(3), rand(3).abs() + 0.1
+
+    def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, *stats: torch.Tensor) -> Any:
+        mean, var = (t.detach().clone() for t in stats)
+        y = F.instance_norm(x, mean, var, w, b, use_input_stats=own, momentum=0.3)
+        return y, mean, var
+
+    assert not sweep(fn, x, w, b, mean, var, extra=4)
+    assert not sweep(fn, x[:2].clone(), w, b, mean, var, meshes=((4,), (2, 2)), extra=2)
+    assert not sweep(lambda x: fn(x, w, b, mean, var)[0], x, meshes=((4,),), twice=True)
+    at, rest = ((S(0),),), ((R,),) * 4
+    moved = bytes_moved(fn, [x, w, b, mean, var], (2,), (*at, *rest))
+    assert moved == (2 * 2 * 3 * 8 if own else 0)  # two statistics of three channels go round

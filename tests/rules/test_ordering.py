@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import Shard, distribute_tensor, init_device_mesh, simulate
+from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from shardwise.testing.sweep import bytes_moved, sweep
 
 S = Shard
@@ -72,3 +72,12 @@ def test_an_order_along_a_sharded_dim_stays_sharded() -> None:
         assert ids.argsort(0).placements == ids.sort(0).values.placements == (S(0),)
 
     simulate(on_rank, 2)
+
+
+def test_quantiles_that_are_sharded(x: torch.Tensor) -> None:
+    q = torch.tensor([0.1, 0.5, 0.9, 1.0]).double()
+    for keepdim in (False, True):
+        fn = lambda x, q, k=keepdim: torch.quantile(x, q, 1, k)  # noqa: E731
+        assert not sweep(fn, x, q, extra=4)
+        assert not bytes_moved(fn, [x, q], (2,), ((Replicate(),), (S(0),)))
+    assert not sweep(torch.nanquantile, x, q[:2].clone(), meshes=((4,),), extra=2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from shardwise import Shard
+from shardwise import Shard, rng
 from shardwise.testing.sweep import bytes_moved, check, sweep
 
 S = Shard
@@ -79,3 +79,42 @@ ROW = 2 * 3 * 5 * 8
 )
 def test_rows_that_move(fn: Any, rows: int) -> None:
     assert bytes_moved(fn, [rand(2, 3, 16, 5)], (4,), ((S(2),),)) == rows * ROW
+
+
+def test_gradients_of_maxima_given_their_places() -> None:
+    x = rand(3, 4, 6, 5)
+
+    def fn(x: Tensor) -> Tensor:
+        y, places = F.max_pool2d(x, 2, return_indices=True)
+        op = torch.ops.aten.max_pool2d_with_indices_backward
+        return op(y * y, x, [2, 2], [2, 2], [0, 0], [1, 1], False, places)
+
+    assert not sweep(fn, x, extra=2, grad=False)
+    for d in (0, 1):
+        assert not bytes_moved(fn, [rand(4, 4, 6, 5)], (2,), ((S(d),),))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_windows_at_random_places(dims: int) -> None:
+    x = rand(3, 2, *[6] * dims)
+    pool = getattr(F, f"fractional_max_pool{dims}d")
+
+    def drawn(x: Tensor) -> Any:
+        torch.manual_seed(3)
+        with rng(like="torch"):
+            first = pool(x, 2, output_ratio=(0.5,) * dims, return_indices=True)
+            return *first, pool(x[0], 2, output_size=3)
+
+    def given(x: Tensor, places: Tensor) -> Tensor:
+        return pool(x, 2, output_size=3, _random_samples=places)
+
+    assert not sweep(drawn, x, extra=2)
+    assert not sweep(drawn, x, meshes=((4,),), extra=0, twice=True)
+    assert not sweep(
+        given, x, torch.rand(3, 2, dims).double(), meshes=((4,),), extra=2, grad=False
+    )
+    for d in (0, 1):
+        args = [rand(4, 4, *[6] * dims)]
+        assert not bytes_moved(lambda x: pool(x, 2, output_size=3), args, (2,), ((S(d),),))
+    with pytest.raises(ValueError, match="requires specifying either"):
+        bytes_moved(lambda x: pool(x, 2), [x], (2,), ((S(0),),))

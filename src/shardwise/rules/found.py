@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.layout.layout import Layout
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.pointwise import choice
 from shardwise.rules.registry import rule
@@ -120,17 +121,7 @@ def taken_by_mask(x: Arg, mask: Arg) -> Rule | None:
     def local(ctx: Any, x: Tensor, mask: Any, *_: Any, **__: Any) -> Tensor:
         if isinstance(mask, (tuple, list)):  # an index expression
             mask = next(i for i in mask if isinstance(i, Tensor))
-        group, layout = ctx.group(*names[:k]), ctx.ins[0].layout
-        order = (mask.flatten().cumsum(0) - 1).view(mask.shape)
-        mine, places = None, []
-        for r in group.ranks:
-            offsets, sizes = layout.box(ctx.mesh.coordinate_of(r))
-            at = tuple(slice(o, o + n) for o, n in zip(offsets[:k], sizes[:k]))
-            places.append(order[at][mask[at]])
-            mine = mask[at] if r == group.transport.rank else mine
-        parts = gathered(group, x[mine], [len(p) for p in places])
-        back = torch.cat(places).argsort()
-        return torch.cat(parts).index_select(0, back)
+        return _hits(ctx, ctx.ins[0].layout, names[:k], x, mask)
 
     return Rule(
         {x: names, mask: (WHOLE,) * k},
@@ -143,12 +134,44 @@ def taken_by_mask(x: Arg, mask: Arg) -> Rule | None:
     )
 
 
+def _hits(ctx: Any, layout: Layout, factors: Labels, x: Tensor, mask: Tensor) -> Tensor:
+    """What a whole mask over the first dims hits, in order, of a tensor that has this layout."""
+    group, k = ctx.group(*factors), mask.ndim
+    order = (mask.flatten().cumsum(0) - 1).view(mask.shape)
+    mine, places = None, []
+    for r in group.ranks:
+        offsets, sizes = layout.box(ctx.mesh.coordinate_of(r))
+        at = tuple(slice(o, o + n) for o, n in zip(offsets[:k], sizes[:k]))
+        places.append(order[at][mask[at]])
+        mine = mask[at] if r == group.transport.rank else mine
+    parts = gathered(group, x[mine], [len(p) for p in places])
+    back = torch.cat(places).argsort()
+    return torch.cat(parts).index_select(0, back)
+
+
 @rule("masked_select", "aten.masked_select")
 def masked_select(input: Arg, mask: Any) -> Rule | None:
-    """``x[mask]`` of one shape."""
-    if not isinstance(mask, Arg) or mask.shape != input.shape:
+    """``x[mask]`` of one shape, to which both are brought; an operand that grows is sent before it does."""
+    if not isinstance(mask, Arg) or mask is input or mask.dtype is not torch.bool:
         return None
-    return taken_by_mask(input, mask)
+    shape = tuple(torch.broadcast_shapes(input.shape, mask.shape))
+    if mask.shape == input.shape or not shape:
+        return taken_by_mask(input, mask)
+    names = numbered("d", len(shape))
+    grows = input.shape != shape
+
+    def local(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return _hits(ctx, ctx.ins[0].layout, names, x, mask.expand(shape))
+
+    return Rule(
+        {input: (WHOLE,) * input.ndim if grows else names, mask: (WHOLE,) * mask.ndim},
+        ((WHOLE,),),
+        reduce=dict.fromkeys(names, "none"),
+        special=frozenset(names),
+        linear=(frozenset([input]),),
+        local=local,
+        out_shapes=((None,),),
+    )
 
 
 # -- rows repeated -----------------------------------------------------------------------------------

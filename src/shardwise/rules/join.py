@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.rules.edges import tied
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
 from shardwise.rules.view import one_dim
@@ -51,7 +52,7 @@ def _cat(
         return None
     ins: dict[Arg, Labels] = {}
     total = 0
-    cut = len(real) == len(tensors) and all(  # as they are: no dims are added
+    cut = bool(real) and all(  # as they are: no dims are added
         shapes[k] == tensors[k].shape and labels[k] == numbered("d", ndim) for k in real
     )
     for k, a in enumerate(tensors):
@@ -68,10 +69,11 @@ def _cat(
     joined = _joined(ins, out, (*first[:at], total, *first[at + 1 :]))
     if not cut:
         return replace(joined, whole=frozenset(lone)) if lone else joined
-    indices, name = [a.index for a in tensors], f"d{at}"
+    indices, name = [tensors[k].index for k in real], f"d{at}"
 
     def local(ctx: Any, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
-        return ctx.joined(indices, at, name)(torch.cat(list(tensors), at))
+        made = ctx.joined(indices, at, name)(torch.cat([tensors[k] for k in real], at))
+        return tied(made, [t for k, t in enumerate(tensors) if k not in real])
 
     # The operands' pieces are of different sizes, and any number of ranks may cut them.
     return replace(joined, special=frozenset([name]), divides={name: 0}, local=local)

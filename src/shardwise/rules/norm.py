@@ -271,16 +271,32 @@ def instance_norm(
     momentum: Any = 0.1,
     eps: Any = 1e-5,
 ) -> Rule | None:
-    """Statistics per sample and channel."""
-    if running_mean is not None or running_var is not None or not use_input_stats:
-        return None
+    """Statistics per sample and channel; those that run along are written on every rank."""
     if input.ndim < 3 or not input.dtype.is_floating_point or 0 in input.shape:
         return None
-    if (n := math.prod(input.shape[2:])) == 1:
+    stats = [p for p in (running_mean, running_var) if p is not None]
+    params = [p for p in (weight, bias) if p is not None]
+    c, n = input.shape[1], math.prod(input.shape[2:])
+    if any(p.shape != (c,) for p in (*stats, *params)) or len(stats) == 1:
+        return None
+    if n == 1 or not (use_input_stats or stats):
         return None  # torch says why not
     spatial = numbered("s", input.ndim - 2)
     names, dims = ("n", "c", *spatial), tuple(range(2, input.ndim))
     out = result_dtype(input, None, lambda x: torch.layer_norm(x, (1,)))
+    ins: dict[Arg, Labels] = {input: names, **dict.fromkeys((*stats, *params), ("c",))}
+    cut, whole = input.layout.dims[1], _unsharded(input, (1,), names)
+    if any(not set(p.layout.dims[0]) <= set(cut) for p in (*stats, *params)):
+        whole = frozenset("c")
+    special = set(spatial)
+    if use_input_stats and stats:
+        written = _written(stats, cut, whole)
+        if written is None:
+            return None
+        ins |= dict.fromkeys(written, (WHOLE,))
+        special |= {"n", "c"} if written else {"n"}
+    elif stats:
+        special = set()
 
     def local(
         ctx: Any,
@@ -293,15 +309,27 @@ def instance_norm(
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        _, x, var = _centred(ctx.group(*spatial), wide(input), dims, n)
+        x = wide(input)
+        if not use_input_stats:
+            assert running_mean is not None, "the rule asks for both"
+            assert running_var is not None, "the rule asks for both"
+            x = (x - _channels(running_mean, x)) * (_channels(running_var, x) + eps).rsqrt()
+            return _affine(x, weight, bias).to(out)
+        middle, x, var = _centred(ctx.group(*spatial), x, dims, n)
+        buffers = [b for b in (running_mean, running_var) if b is not None]
+        with torch.no_grad():
+            for buffer, now in zip(buffers, (middle, var * (n / (n - 1)))):
+                now = now.detach().sum(0).view(-1)
+                now = ctx.group("n").reduce(now, "sum") / ctx.ins[0].shape[0]
+                now = _of_all_ranks(ctx, now) if buffer.shape != now.shape else now
+                buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
         return _affine(x * (var + eps).rsqrt(), weight, bias).to(out)
 
-    ins = {input: names} | {p: ("c",) for p in (weight, bias) if p is not None}
     return Rule(
         ins,
         (names,),
-        special=frozenset(spatial),
-        whole=_unsharded(input, (1,), names),
+        special=frozenset(special),
+        whole=whole,
         local=local,
         always_local=input.layout.has_empty(),  # torch fails on an empty piece
     )
@@ -409,14 +437,12 @@ def _batch(
     if math.prod(input.shape) <= c or input.dtype.is_complex:
         return None  # torch says why not
     special = {n for n in names if n != "c"}
-    for p in stats:  # they are written, so they must not move
-        if p is None:
-            continue
-        if p.layout.is_partial or (p.layout.is_sharded and (whole or p.layout.dims[0] != cut)):
-            return None
-        if not p.layout.is_sharded:
-            ins[p] = (WHOLE,)
-            special.add("c")
+    written = _written([p for p in stats if p is not None], cut, whole)
+    if written is None:
+        return None
+    if written:
+        ins |= dict.fromkeys(written, (WHOLE,))
+        special.add("c")
     local = partial(local, whole=tuple(p is not None and ins[p] == (WHOLE,) for p in stats))
     return Rule(
         ins,
@@ -426,6 +452,16 @@ def _batch(
         local=local,
         always_local=empty,
     )
+
+
+def _written(
+    stats: Sequence[Arg], cut: Sequence[int], whole: frozenset[str]
+) -> list[Arg] | None:
+    """Those statistics that every rank writes whole; None if one would have to move, though it is written."""
+    for p in stats:
+        if p.layout.is_partial or (p.layout.is_sharded and (whole or p.layout.dims[0] != cut)):
+            return None
+    return [p for p in stats if not p.layout.is_sharded]
 
 
 def _apply(

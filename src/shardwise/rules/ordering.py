@@ -18,7 +18,15 @@ from torch import Tensor
 
 from shardwise.layout import boxes
 from shardwise.rules.extremum import chosen, first_index, shared_gradient
-from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, aligned, numbered
+from shardwise.rules.notation import (
+    WHOLE,
+    Arg,
+    Labels,
+    Rule,
+    aligned,
+    numbered,
+    without_empty,
+)
 from shardwise.rules.reduce import dims_of, drop, group_of, kept, reduction
 from shardwise.rules.registry import rule
 from shardwise.rules.select import digit_bits, of_rank
@@ -214,7 +222,7 @@ def quantile(
     if isinstance(q, Arg):
         if q.ndim > 1:
             return None
-        ins[q], more = (WHOLE,) * q.ndim, q.shape
+        ins[q], more = ("q",) * q.ndim, q.shape
     elif not isinstance(q, float):
         return None
 
@@ -234,7 +242,8 @@ def quantile(
     ]
     return Rule(
         ins,
-        ((WHOLE,) * len(more) + kept(names, dims, keepdim),),
+        (("q",) * len(more) + kept(names, dims, keepdim),),
+        whole=without_empty(ins, ("q",)),
         local=local,
         always_local=input.layout.has_empty(),
         out_shapes=((*more, *shape),),

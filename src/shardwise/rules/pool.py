@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from shardwise.rules.edges import nothing
+from shardwise.compat import NN_BUILTINS
+from shardwise.rules.edges import Unempty, nothing
 from shardwise.rules.linalg import like_torch
 from shardwise.rules.loss import bind
-from shardwise.rules.notation import WHOLE, Arg, Labels, Rule
+from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule
 from shardwise.rules.registry import functions, rule
 from shardwise.rules.stencil import Window, pieces
 
@@ -385,3 +386,69 @@ for _d in (1, 2, 3):
     for _name in (f"adaptive_avg_pool{_d}d", f"_adaptive_avg_pool{_d}d"):
         for _f in (*(functions(_name) if hasattr(F, _name) else ()), *_aten(_name)):
             _adaptive(_f, _d, largest=False)
+
+
+@rule("aten.max_pool2d_with_indices_backward.default")
+def max_pool2d_backward(
+    grad_output: Arg, self: Arg, kernel_size: Any, *args: Any, **kwargs: Any
+) -> Rule | None:
+    """``n c [p] [q], n c [h] [w], n c [p] [q] -> n c [h] [w]``; linear in the gradient that arrives."""
+    given = bind(("stride", "padding", "dilation", "ceil_mode", "indices"), args, kwargs)
+    places = given.get("indices")
+    if not isinstance(places, Arg) or self.ndim not in (3, 4):
+        return None
+    if places.shape != grad_output.shape or grad_output.shape[:-2] != self.shape[:-2]:
+        return None
+    names = (*("n", "c")[4 - self.ndim :], WHOLE, WHOLE)
+    ins = {grad_output: names, self: names, places: names}
+    return Rule(
+        ins,
+        (names,),
+        linear=(frozenset([grad_output]),),
+        local=Unempty(saved=True),
+        always_local=self.layout.has_empty(),
+        out_shapes=(self.shape,),
+    )
+
+
+def _fractional_pieces(ctx: Any, x: Tensor, kernel: Any, size: Any, samples: Tensor) -> Any:
+    shape = ctx.outs[0].local_shape
+    if 0 not in shape:
+        return ctx.func(x, kernel, size, samples)
+    empty = nothing(shape, (x,), saved=True)
+    return empty, torch.empty_like(empty, dtype=torch.int64)
+
+
+def _fractional(func: Any, dims: int) -> None:
+    """Register a pooling by windows at random places, which are an operand."""
+
+    def fractional(
+        self: Arg, kernel_size: Any, output_size: Any, random_samples: Arg
+    ) -> Rule | None:
+        """``n c [h] [w], n c [2] -> n c [p] [q]``, and the same of places."""
+        if self.ndim not in (dims + 1, dims + 2) or random_samples.ndim != 3:
+            return None
+        results = like_torch(func, (self, kernel_size, output_size, random_samples), {})
+        if results is None or len(results) != 2:
+            return None
+        batch = ("n",) * (self.ndim - dims - 1)
+        names = (*batch, "c", *(WHOLE,) * dims)
+        ins = {self: names, random_samples: (*(batch or (ONE,)), "c", WHOLE)}
+        return Rule(
+            ins,
+            (names, names),
+            local=_fractional_pieces,
+            always_local=any(a.layout.has_empty() for a in ins),
+            out_shapes=tuple(shape for shape, *_ in results),
+            out_strides=tuple(stride for _, stride, _ in results),
+        )
+
+    rule(func)(fractional)
+
+
+for _d in (2, 3):
+    for _f in (
+        getattr(NN_BUILTINS, f"fractional_max_pool{_d}d"),
+        *_aten(f"fractional_max_pool{_d}d"),
+    ):
+        _fractional(_f, _d)

@@ -10,6 +10,7 @@ from shardwise.tensor import (  # noqa: F401  they register themselves
     factories,
     foreach,
     foreach_norm,
+    fractional,
     functions,
     fused,
     grids,

@@ -417,8 +417,6 @@ def run_in_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 random_override(
     torch.multinomial, _T.multinomial, torch.poisson, torch.binomial, *GAMMA_BUILTINS,
     *overloads("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
-    F.fractional_max_pool2d, F.fractional_max_pool3d, F.fractional_max_pool2d_with_indices,
-    F.fractional_max_pool3d_with_indices,
 )(run_in_step)  # fmt: skip
 
 
