@@ -413,3 +413,21 @@ def tensor_builders(dtype: Any) -> tuple[Any, Any, int, tuple[Any, ...]]:
 def storage_id(x: Any) -> int:
     """What two tensors have in common that share their memory, empty ones included."""
     return x.untyped_storage()._cdata
+
+
+# Calls inside skip autograd's kernels: no graph, no version counters, no view tracking.
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+
+
+def on_rng_state(get: Any, put: Any) -> None:
+    """Let ``get(original)`` and ``put(original, state)`` answer for torch.get_rng_state and set_rng_state."""
+    read, write = torch.random.get_rng_state, torch.random.set_rng_state
+
+    def reading() -> Any:
+        return get(read)
+
+    def writing(new_state: Any) -> None:
+        put(write, new_state)
+
+    torch.random.get_rng_state = torch.get_rng_state = functools.wraps(read)(reading)
+    torch.random.set_rng_state = torch.set_rng_state = functools.wraps(write)(writing)

@@ -12,6 +12,7 @@ Exception
     ├── GradientError    (RuntimeError)          a gradient that cannot be had, or would be lost
     ├── AliasError       (RuntimeError)          a write that a view and its base cannot share
     ├── CheckpointError  (RuntimeError)          a checkpoint that cannot be written, read or trusted
+    ├── CaptureError     (RuntimeError)          a step that cannot be captured, or no longer runs as captured
     └── StrictError      (RuntimeError)          strict mode met something it was told to refuse
 ```
 
@@ -95,6 +96,10 @@ class AliasError(ShardError, RuntimeError):
 
 class CheckpointError(ShardError, RuntimeError):
     """A checkpoint that cannot be written, cannot be read, or does not hold what it should."""
+
+
+class CaptureError(ShardError, RuntimeError):
+    """A step that no later run could repeat, or ranks that captured different ones."""
 
 
 class StrictError(ShardError, RuntimeError):

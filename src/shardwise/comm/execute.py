@@ -20,6 +20,7 @@ from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
+from shardwise.recording import recorder
 from shardwise.route.cost import Profile, objective
 from shardwise.route.exchange import Exchange
 from shardwise.route.search import route
@@ -93,6 +94,8 @@ class Mover:
         """Move, without recording for autograd."""
         if objective() != self.what and (how := self.now()) is not self:
             return how.run(x)
+        if (tape := recorder()) is not None:
+            return tape.move(self, x)
         for step in self.steps:
             x = step(x)
         return x
@@ -107,6 +110,8 @@ class Mover:
             if self.settles_extremum:
                 return _settle_then_move(self, x)
             return _moved(x, self)  # pyright: ignore[reportReturnType]
+        if (tape := recorder()) is not None:
+            return tape.move(self, x)
         for step in self.steps:
             x = step(x)
         return x

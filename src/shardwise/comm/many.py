@@ -18,6 +18,7 @@ from shardwise.comm.one_shot import OneShot
 from shardwise.comm.steps import Collective, Step, Swap, begin
 from shardwise.comm.transport import Handle
 from shardwise.compat import direct_apply
+from shardwise.recording import recorder
 
 TOGETHER_BYTES = (
     4 * 2**20
@@ -49,6 +50,8 @@ class _Lane:
 
 def run_many(movers: Sequence[Mover], xs: Sequence[Tensor]) -> list[Tensor]:
     """Move, without recording for autograd."""
+    if recorder() is not None:  # each for itself: what travels together is decided over the whole step
+        return [m.run(x) for m, x in zip(movers, xs)]
     lanes = [_Lane(m.now(), x) for m, x in zip(movers, xs)]
     waiting = [lane for lane in lanes if lane.local()]
     while waiting:
@@ -179,6 +182,8 @@ class Pending:
         self._recorded = x.requires_grad and torch.is_grad_enabled()
         with torch.no_grad():
             y, at = x.detach(), 0
+            if recorder() is not None:
+                y, at = how.run(y), len(how.steps)
             self._handle: Handle | None = None
             self._finish: Step | None = None
             while at < len(how.steps) and self._handle is None:

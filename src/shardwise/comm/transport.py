@@ -33,6 +33,7 @@ from torch import Tensor
 from shardwise.comm.reduce import ALLOWED, refuse
 from shardwise.errors import CommError
 from shardwise.events import CommEvent, emit, observers, received_bytes, user_site
+from shardwise.recording import recorder
 
 
 class Handle(ABC):
@@ -188,6 +189,11 @@ class Transport(ABC):
             return _fresh(x)
         if src not in ranks:
             raise CommError(f"rank {src} cannot broadcast: it is not in the group {ranks}.")
+        if (tape := recorder()) is not None:
+            x = _plain(x)
+            return tape.collective(
+                "broadcast", x, ranks, transport=self, tag=tag, src=src
+            ).wait()
         if observers():
             size = 0 if src == self.rank else x.nbytes
             self._report("broadcast", size, ranks, x, tag=tag)
@@ -216,6 +222,8 @@ class Transport(ABC):
         """
         if src not in ranks:
             raise CommError(f"rank {src} cannot scatter: it is not in the group {ranks}.")
+        if (tape := recorder()) is not None:
+            raise tape.refuse("scatter of a list of pieces", ["do it before the captured step"])
         pieces = None
         if src == self.rank:
             if x is None or len(x) != len(ranks):
@@ -247,6 +255,8 @@ class Transport(ABC):
         """Collect a small picklable object from everybody, in group order. Slow; for checks."""
         if len(ranks) == 1:
             return [obj]
+        if (tape := recorder()) is not None:
+            raise tape.refuse("Python objects are exchanged between ranks")
         if observers():
             self._report("all_gather_object", 0, ranks, None, tag=tag)
         return self._all_gather_object(obj, ranks)
@@ -270,6 +280,8 @@ class Transport(ABC):
     ) -> Handle:
         if len(ranks) == 1:
             return Ready(_fresh(x).unsqueeze(0))
+        if (tape := recorder()) is not None:
+            return tape.collective("all_gather", _plain(x), ranks, transport=self, tag=tag)
         if observers():
             size = received_bytes("all_gather", x.nbytes, len(ranks))
             self._report("all_gather", size, ranks, x, tag=tag, blocking=blocking)
@@ -287,6 +299,10 @@ class Transport(ABC):
             raise refuse(op, x.dtype)
         if len(ranks) == 1:
             return Ready(_fresh(x).squeeze(0))
+        if (tape := recorder()) is not None:
+            return tape.collective(
+                "reduce_scatter", _plain(x), ranks, transport=self, op=op, tag=tag
+            )
         if observers():
             size = received_bytes("reduce_scatter", x.nbytes, len(ranks))
             self._report("reduce_scatter", size, ranks, x, tag=tag, op=op, blocking=blocking)
@@ -299,6 +315,10 @@ class Transport(ABC):
             raise refuse(op, x.dtype)
         if len(ranks) == 1:
             return Ready(_fresh(x))
+        if (tape := recorder()) is not None:
+            return tape.collective(
+                "all_reduce", _plain(x), ranks, transport=self, op=op, tag=tag
+            )
         if observers():
             size = received_bytes("all_reduce", x.nbytes, len(ranks))
             self._report("all_reduce", size, ranks, x, tag=tag, op=op, blocking=blocking)
@@ -330,6 +350,16 @@ class Transport(ABC):
                     f"all_to_all with itself: {in_splits[0]} is not {out_splits[0]}."
                 )
             return Ready(_fresh(x))
+        if (tape := recorder()) is not None:
+            return tape.collective(
+                "all_to_all",
+                _plain(x),
+                ranks,
+                transport=self,
+                tag=tag,
+                in_splits=tuple(in_splits),
+                out_splits=tuple(out_splits),
+            )
         if observers():
             here = out_splits[ranks.index(self.rank)]
             size = (sum(out_splits) - here) * x.element_size()

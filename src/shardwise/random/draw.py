@@ -13,6 +13,7 @@ from shardwise.random.kinds import Draw
 from shardwise.random.philox import draw_philox
 from shardwise.random.scope import Like, next_key, stream_in_force
 from shardwise.random.torch_stream import draw_torch
+from shardwise.recording import recorder
 
 
 def draw(
@@ -68,6 +69,18 @@ def draw(
         >>> torch.equal(box, full[2:])
         True
     """
+    if (tape := recorder()) is not None:
+        args = (what, tuple(shape), tuple(offsets), tuple(sizes), dtype)
+        return tape.opaque(
+            "draw",
+            draw,
+            lambda: draw(*args, "meta", None, like, order),
+            *args,
+            torch.device(device),
+            generator,
+            like,
+            order,
+        )
     if order is not None:
         return _draw_in_order(
             what, (shape, offsets, sizes), dtype, device, generator, like, order
@@ -150,6 +163,10 @@ def draw_bernoulli(
     Raises:
         ShardError: A local probability is not in [0, 1] (checked on the CPU only, as in torch).
     """
+    if (tape := recorder()) is not None:
+        return tape.opaque(
+            "draw", draw_bernoulli, lambda: torch.empty(p.shape, dtype=dtype), p, tuple(shape), tuple(offsets), dtype, generator, like
+        )
     precision = torch.float64 if p.dtype == torch.float64 else torch.float32
     u = draw(Draw("uniform"), shape, offsets, p.shape, precision, p.device, generator, like)
     if p.device.type == "cpu" and not bool(((p >= 0) & (p <= 1)).all()):

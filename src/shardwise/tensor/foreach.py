@@ -82,6 +82,8 @@ def _key(a: Any) -> Any:
         return a._spec
     if isinstance(a, Tensor):
         return "plain", a.shape, a.stride(), a.dtype, a.device, a.requires_grad
+    if kind is torch.SymFloat:  # a number of a step that is being recorded
+        return float
     return kind if kind is float or kind is int or kind is bool or kind is complex else a
 
 
@@ -160,7 +162,7 @@ class Foreach:
                     continue
                 except AttributeError:  # plain tensors or numbers
                     pass
-            elif kind is float:
+            elif kind is float or kind is torch.SymFloat:
                 key.append(float)
                 locals_.append(a)
                 continue

@@ -23,6 +23,7 @@ from shardwise.comm.execute import mover
 from shardwise.compat import current_graph_task, flatten_dense, queue_callback, unflatten_dense
 from shardwise.layout.layout import Layout
 from shardwise.program.spec import Spec
+from shardwise.recording import recorder
 
 BUCKET_BYTES = 25 * 1024 * 1024
 MAX_TASKS = 64  # more than torch nests backwards on one thread
@@ -208,7 +209,7 @@ def _finish(waiting: dict[int, list[Leaf]], task: int) -> None:
         g = leaf.pending
         if g is None:  # a hook has cleared it meanwhile, on every rank
             continue
-        if leaf.bucket is None or g.requires_grad:
+        if leaf.bucket is None or g.requires_grad or recorder() is not None:
             leaf.pending = None
             leaf.add(leaf.reduce(g))
             continue

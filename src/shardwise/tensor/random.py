@@ -27,6 +27,7 @@ from shardwise.layout.mesh import Mesh, join
 from shardwise.program.spec import Spec, spec_of
 from shardwise.random import Draw, Like, draw, generator_fingerprint, stream_in_force
 from shardwise.random.draw import draw_bernoulli
+from shardwise.recording import recorder
 from shardwise.tensor.absent import Absent
 from shardwise.tensor.dispatch import Call, _check_plain, _operands, into_out
 from shardwise.tensor.dtensor import DTensor, place, wrap
@@ -120,7 +121,8 @@ def prepare(
     """To be called before every draw, on all ranks: compares the ranks, and says which stream."""
     if not spec.layout.numel or device.type == "meta":
         return default
-    in_step(spec.layout.mesh, spec.transport, generator)
+    if recorder() is None:
+        in_step(spec.layout.mesh, spec.transport, generator)
     return _stream(spec.transport, generator, default)
 
 

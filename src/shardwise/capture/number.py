@@ -1,0 +1,188 @@
+"""Numbers that a step reads from tensors (``step.item()`` of an optimizer, a learning rate).
+
+Python must not see their values while the step is recorded: at the next run they are others. So it sees a
+``torch.SymFloat`` whose arithmetic is noted, operation by operation in Python's own order (bit for bit what eager
+mode computes), and whose value cannot be asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import operator
+import sys
+from typing import Any
+
+import torch
+
+_ASKED = "a number that is read from a tensor decides what the program does, or leaves it"
+HINT = 0.5  # what a fake kernel is given: it decides nothing
+
+
+class NumberNode:
+    """What torch calls the node of a SymFloat; ``note`` adds an operation to the tape."""
+
+    __slots__ = ("note", "refuse", "value")
+
+    def __init__(
+        self,
+        value: Any,
+        note: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any],
+        refuse: Callable[[str], Exception],
+    ) -> None:
+        self.value, self.note, self.refuse = value, note, refuse
+
+    # ---- what torch asks before it computes ------------------------------------------------------
+
+    def is_int(self) -> bool:
+        return False
+
+    def is_bool(self) -> bool:
+        return False
+
+    def is_float(self) -> bool:
+        return True
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def constant_int(self) -> None:
+        return None
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    def maybe_as_float(self) -> None:
+        return None
+
+    def maybe_as_bool(self) -> None:
+        return None
+
+    def has_hint(self) -> bool:
+        return True
+
+    @property
+    def hint(self) -> float:
+        return HINT
+
+    def clone(self) -> NumberNode:
+        return self
+
+    def str(self) -> str:  # noqa: A003  torch's name
+        return repr(self.value)
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+    __repr__ = __str__
+
+    def _graph_repr(self) -> str:
+        return repr(self.value)
+
+    def wrap_float(self, x: float) -> NumberNode:
+        return NumberNode(x, self.note, self.refuse)
+
+    def wrap_int(self, x: int) -> NumberNode:
+        return NumberNode(x, self.note, self.refuse)
+
+    # ---- arithmetic ------------------------------------------------------------------------------
+
+    def _noted(self, name: str, call: Callable[..., Any], *others: Any) -> NumberNode:
+        args = tuple(x.value if isinstance(x, NumberNode) else x for x in (self, *others))
+        return NumberNode(self.note(name, call, args), self.note, self.refuse)
+
+    def add(self, other: Any) -> NumberNode:
+        return self._noted("+", operator.add, other)
+
+    def sub(self, other: Any) -> NumberNode:
+        return self._noted("-", operator.sub, other)
+
+    def mul(self, other: Any) -> NumberNode:
+        return self._noted("*", operator.mul, other)
+
+    def truediv(self, other: Any) -> NumberNode:
+        return self._noted("/", operator.truediv, other)
+
+    float_truediv = int_truediv = truediv
+
+    def pow(self, other: Any) -> NumberNode:
+        return self._noted("**", operator.pow, other)
+
+    float_pow = pow_by_natural = pow
+
+    def neg(self) -> NumberNode:
+        return self._noted("neg", operator.neg)
+
+    def sym_float(self) -> NumberNode:
+        return self
+
+    def sym_sqrt(self) -> NumberNode:
+        return self._noted("sqrt", _root)
+
+    def sym_max(self, other: Any) -> NumberNode:
+        return self._noted("max", max, other)
+
+    def sym_min(self, other: Any) -> NumberNode:
+        return self._noted("min", min, other)
+
+    def mod(self, other: Any) -> NumberNode:
+        return self._noted("%", operator.mod, other)
+
+    def abs(self) -> NumberNode:
+        return self._noted("abs", abs)
+
+    # ---- comparisons: torch may assume what it checks, Python may not look ------------------------
+
+    def _compared(self, other: Any) -> NumberNode:
+        return _Comparison(self.value, self.note, self.refuse)
+
+    ge = gt = le = lt = eq = ne = _compared
+
+    # ---- its value -------------------------------------------------------------------------------
+
+    def guard_float(self, file: Any, line: Any) -> Any:
+        """Its value is asked for; for a hash the answer is that there is none."""
+        if sys._getframe(2).f_code.co_name == "__hash__":
+            return hash([])
+        raise self.refuse(_ASKED)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def refused(*args: Any) -> Any:
+            raise self.refuse(_ASKED)
+
+        return refused
+
+
+class _Comparison(NumberNode):
+    """Whether one number is larger than another: torch checks it (``x >= 0`` of a power), a program may not."""
+
+    __slots__ = ()
+
+    def is_bool(self) -> bool:
+        return True
+
+    def is_float(self) -> bool:
+        return False
+
+    def expect_true(self, file: Any, line: Any) -> bool:
+        """Torch's check of an argument: taken to hold, as in eager mode a step before."""
+        return True
+
+
+def _root(x: float) -> float:
+    return x**0.5
+
+
+def number(
+    value: Any, note: Callable[..., Any], refuse: Callable[[str], Exception]
+) -> torch.SymFloat:
+    """A number for Python that stands for a value of the tape."""
+    return torch.SymFloat(NumberNode(value, note, refuse))

@@ -1,0 +1,429 @@
+"""The recorder: a step runs once on fake tensors, and every local call, move and draw becomes a node.
+
+A dispatch mode sees each call on local tensors below autograd, forward and backward alike. A real tensor that it
+meets is *lifted*: it becomes an input of the step, and a fake stands for it. So nothing is computed, nothing is
+sent and nothing of the user's is written while a step is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from shardwise.capture.ir import OUTSIDE, RNG, Node, Slot, Value, placed
+from shardwise.capture.number import HINT, number
+from shardwise.comm.transport import Handle, Ready
+from shardwise.compat import (
+    TorchDispatchMode,
+    fake_mode,
+    is_fake,
+    storage_id,
+    untraceable,
+    without_modes,
+)
+from shardwise.errors import CaptureError
+from shardwise.events import user_site
+from shardwise.recording import record_with
+from shardwise.tensor.dtensor import DTensor
+
+_ATEN = torch.ops.aten
+_REFUSED = {
+    _ATEN.set_.source_Storage: "set_ changes whose memory a tensor has",
+    _ATEN.resize_.default: "resize_ changes the memory of a tensor",
+}
+# What is written although the schema does not say so: positions of the tensors, and of the flag that says whether.
+_HIDDEN_WRITES: dict[Any, tuple[tuple[int, ...], int]] = {
+    _ATEN.native_batch_norm.default: ((3, 4), 5),
+    _ATEN.cudnn_batch_norm.default: ((3, 4), 5),
+    _ATEN.miopen_batch_norm.default: ((3, 4), 5),
+}
+_SHAPES: dict[str, Callable[..., Sequence[int]]] = {
+    "all_gather": lambda x, n, how: (n, *x.shape),
+    "reduce_scatter": lambda x, n, how: x.shape[1:],
+    "all_reduce": lambda x, n, how: x.shape,
+    "broadcast": lambda x, n, how: x.shape,
+    "all_to_all": lambda x, n, how: (sum(how["out_splits"]),),
+}
+
+
+class Taped(Handle):
+    """The handle of a collective that was noted."""
+
+    __slots__ = ("_out", "_tape", "_value")
+
+    def __init__(self, tape: Tape, value: Value, out: Tensor) -> None:
+        self._tape, self._value, self._out = tape, value, out
+
+    def wait(self) -> Tensor:
+        """Note the wait, once."""
+        if self._value is not None:
+            out, self._value = self._value, None  # pyright: ignore[reportAttributeAccessIssue]
+            self._tape.note_wait(out, self._out)
+        return self._out
+
+
+class Tape(TorchDispatchMode):
+    """See the module.
+
+    Args:
+        slots: Where known tensors come from, by the id of the local tensor.
+        rank: This rank.
+    """
+
+    def __init__(self, slots: dict[int, Slot], rank: int) -> None:
+        super().__init__()
+        self.slots, self.rank = slots, rank
+        self.nodes: list[Node] = []
+        self.inputs: list[tuple[Value, Slot]] = []
+        self.lifted_leaves: list[Tensor] = []
+        self.fake_mode: Any = fake_mode()
+        self._lifted: dict[int, tuple[Tensor, Tensor]] = {}
+        self._roots: dict[int, int] = {}
+        self._next = 0
+        self._constants: dict[int, Tensor] = {}
+
+    @property
+    def next_index(self) -> int:
+        """The next free number of a value."""
+        return self._next
+
+    # ---- values --------------------------------------------------------------------------------
+
+    def new_value(self, fake: Tensor | None, kind: str = "tensor") -> Value:
+        """A value for a fake tensor, a number or a handle."""
+        index = self._next
+        self._next += 1
+        root = index
+        if fake is not None:
+            root = self._roots.setdefault(storage_id(fake), index)
+        value = Value(index, fake, root, kind)
+        if fake is not None:
+            fake._shardwise_value = value  # pyright: ignore[reportAttributeAccessIssue]
+        return value
+
+    def value_of(self, x: Tensor) -> Value:
+        """The value that a tensor stands for; a real one is lifted."""
+        fake = self.fake_of(x)
+        found = getattr(fake, "_shardwise_value", None)
+        return self.new_value(fake) if found is None else found
+
+    def fake_of(self, x: Tensor) -> Tensor:
+        """The fake that stands for a tensor."""
+        if is_fake(x):
+            return x
+        found = self._lifted.get(id(x))
+        if found is None:
+            with without_modes():
+                fake = self.fake_mode.from_tensor(x.detach())
+            self._lifted[id(x)] = found = (x, fake)
+            value = self.new_value(fake)
+            slot = self.slots.get(id(x))
+            if slot is None:
+                slot = Slot("tensor", "closed-over", lambda _, x=x: x)
+            self.inputs.append((value, slot))
+            if x.is_leaf and x.requires_grad:
+                self.lifted_leaves.append(x)
+        return found[1]
+
+    def lift_number(self, slot: Slot) -> torch.SymFloat:
+        """A number that comes from outside at each run."""
+        value = self.new_value(None, "number")
+        self.inputs.append((value, slot))
+        return number(value, self._note_number, self._refuse_number)
+
+    def add_input(self, x: Tensor, slot: Slot) -> None:
+        """Lift a tensor that comes from a slot."""
+        self.slots[id(x)] = slot
+        self.fake_of(x)
+
+    # ---- errors --------------------------------------------------------------------------------
+
+    def refuse(self, what: str, tries: Sequence[str] = ()) -> Exception:
+        """The error for what no later run could repeat."""
+        return CaptureError(
+            f"this step cannot be captured: {what} (at {user_site() or 'unknown'}).",
+            tries=tries,
+        )
+
+    def _refuse_number(self, what: str) -> Exception:
+        return self.refuse(
+            what,
+            [
+                "keep it a tensor: torch.where in place of if, return it in place of .item()",
+                "split the step: capture the parts before and after, and decide between them",
+            ],
+        )
+
+    # ---- calls ---------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a call on fakes, and note it."""
+        kwargs = kwargs or {}
+        if any(issubclass(t, DTensor) for t in types):
+            with self:
+                return DTensor.__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace in ("prim", "profiler"):
+            return self._on_fakes(func, args, kwargs)[0]
+        if func is _ATEN._local_scalar_dense.default:
+            return self._read(args[0])
+        if func in _REFUSED:
+            raise self.refuse(_REFUSED[func])
+        if func is _ATEN.lift_fresh.default and not is_fake(args[0]):
+            return self._constant(args[0])
+        result, fakes, named = self._on_fakes(func, args, kwargs)
+        written = _written(func, args, kwargs)
+        outs: list[Value] = []
+        given: dict[int, Any] = {}
+        for new, old in zip(_tensors((fakes, named)), _tensors((args, kwargs))):
+            given.setdefault(id(new), old)
+
+        def valued(y: Tensor) -> Value:
+            if id(y) in given:
+                return self.value_of(y)
+            value = self.new_value(y)
+            outs.append(value)
+            return value
+
+        tree = tree_map_only(Tensor, valued, result)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if not outs and not written and not draws:
+            return result
+        own = tuple(self._own(a) for a in args)
+        own_named = {k: self._own(a) for k, a in kwargs.items()}
+        self._note(
+            "call", str(func), func, own, own_named, tuple(outs), tree, written, draws=draws
+        )
+        return tree_map_only(Tensor, lambda y: given.get(id(y), y), result)
+
+    def _on_fakes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        fakes = tree_map_only((Tensor, torch.SymFloat), self._fake_argument, args)
+        named = tree_map_only((Tensor, torch.SymFloat), self._fake_argument, kwargs)
+        try:
+            with self.fake_mode:
+                return func(*fakes, **named), fakes, named
+        except untraceable() as error:
+            raise self._refuse_number(
+                f"the shape or value of what {func} gives depends on data"
+            ) from error
+
+    def _fake_argument(self, x: Any) -> Any:
+        return self.fake_of(x) if isinstance(x, Tensor) else HINT
+
+    def _own(self, tree: Any) -> Any:
+        """Arguments as the node keeps them."""
+        if isinstance(tree, Tensor):
+            return self.value_of(tree)
+        if isinstance(tree, torch.SymFloat):
+            return tree.node.value
+        if type(tree) in (list, tuple):
+            return type(tree)([self._own(x) for x in tree])
+        return tree
+
+    def _note(
+        self,
+        kind: str,
+        name: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outs: tuple[Value, ...],
+        result: Any,
+        written: Sequence[Tensor] = (),
+        *,
+        draws: bool = False,
+        info: dict[str, Any] | None = None,
+    ) -> Node:
+        node = Node(
+            kind, name, target, args, kwargs, outs, result, frozenset(), frozenset(), user_site()
+        )
+        reads = {v.root for v in node.inputs}
+        writes = {v.root for v in outs if v.root not in reads}
+        writes.update(self.value_of(t).root for t in written)
+        if draws:
+            reads.add(RNG)
+            writes.add(RNG)
+        node.reads, node.writes = frozenset(reads), frozenset(writes)
+        if info:
+            node.info = info
+        self.nodes.append(node)
+        return node
+
+    def _constant(self, x: Tensor) -> Tensor:
+        """``torch.tensor(...)`` of Python numbers: made anew at each run, for it may be written to."""
+        fake = self._fresh(x)
+        out = self.new_value(fake)
+        keep = x.clone()
+        self._note("opaque", "constant", keep.clone, (), {}, (out,), out)
+        self._constants[out.index] = keep
+        return fake
+
+    def _fresh(self, like: Tensor) -> Tensor:
+        with without_modes(), self.fake_mode:
+            device = "cpu" if like.device.type == "meta" else like.device
+            return torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=device
+            )
+
+    # ---- numbers -------------------------------------------------------------------------------
+
+    def _read(self, x: Tensor) -> Any:
+        if not x.dtype.is_floating_point:
+            raise self._refuse_number(
+                f"Python asks for the value of a tensor of {x.dtype}: a branch, an index or a size depends on it"
+            )
+        out = self.new_value(None, "number")
+        self._note("number", "item", _item, (self.value_of(x),), {}, (out,), out)
+        return number(out, self._note_number, self._refuse_number)
+
+    def _note_number(self, name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if not any(isinstance(a, Value) for a in args):
+            return call(*args)
+        out = self.new_value(None, "number")
+        self._note("number", name, call, args, {}, (out,), out)
+        return out
+
+    # ---- what the lower floors report ----------------------------------------------------------
+
+    def collective(
+        self, kind: str, x: Tensor, ranks: tuple[int, ...], *, transport: Any, **how: Any
+    ) -> Handle:
+        """Note the start of a collective."""
+        fake = self.fake_of(x)
+        with without_modes(), self.fake_mode:
+            shape = _SHAPES[kind](fake, len(ranks), how)
+            got = torch.empty(tuple(shape), dtype=fake.dtype, device=fake.device)
+        handle = self.new_value(None, "handle")
+        op = how.get("op", "")
+        name = f"start {kind}{f' {op}' if op else ''} over {how.get('tag') or list(ranks)}"
+        info = {"kind": kind, "ranks": ranks, "transport": transport, **how}
+        target = starter(info)
+        self._note("start", name, target, (self.value_of(x),), {}, (handle,), handle, info=info)
+        return Taped(self, handle, got)
+
+    def note_wait(self, handle: Value, got: Tensor) -> None:
+        """Note where a collective's result is asked for."""
+        out = self.new_value(got)
+        self._note("wait", "wait", Handle.wait, (handle,), {}, (out,), out)
+
+    def move(self, mover: Any, x: Tensor) -> Tensor:
+        """Note a move, and what carries it out."""
+        how = mover.now()
+        if not how.steps:
+            return x
+        source = self.value_of(x)
+        outer, self.nodes = self.nodes, []
+        try:
+            with torch.no_grad():
+                y = x
+                for step in how.steps:
+                    y = step(y)
+        finally:
+            body, self.nodes = self.nodes, outer
+        out = self.value_of(y)
+        if out.root == source.root:  # only another view
+            self.nodes += body
+            return y
+        name = f"move {placed(how.src)} -> {placed(how.dst)}"
+        node = self._note(
+            "move", name, None, (source,), {}, (out,), out, info={"mover": how}
+        )
+        node.body = tuple(body)
+        node.writes |= {r for n in body for r in n.writes}
+        return y
+
+    def opaque(
+        self, name: str, call: Callable[..., Any], like: Callable[[], Tensor], *args: Any
+    ) -> Tensor:
+        """Note a call whose result is a fresh tensor like what ``like()`` gives; draws keep their order."""
+        with without_modes(), record_with(None):
+            fake = self._fresh(like())
+        out = self.new_value(fake)
+        own = tuple(self._own(a) for a in args)
+        self._note("opaque", name, call, own, {}, (out,), out, draws=True)
+        return fake
+
+    def effect(self, name: str, call: Callable[..., Any], *args: Any) -> None:
+        """Note a call for what it does: it writes what it is given."""
+        own = tuple(self._own(a) for a in args)
+        written = [a for a in args if isinstance(a, Tensor)]
+        node = self._note("effect", name, call, own, {}, (), None, written)
+        node.reads |= {OUTSIDE, RNG}
+        node.writes |= {OUTSIDE, RNG}
+
+    # ---- in force --------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record what runs inside."""
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            record_with(self),
+            self,
+        ):
+            yield
+
+
+def starter(info: dict[str, Any]) -> Callable[..., Handle]:
+    """What starts a collective on a tensor, from a node's facts."""
+    transport, ranks, tag = info["transport"], info["ranks"], info.get("tag", "")
+    kind = info["kind"]
+    if kind == "broadcast":
+        src = info["src"]
+        return lambda x: Ready(transport.broadcast(x, ranks, src, tag=tag))
+    if kind == "all_gather":
+        return functools.partial(transport.all_gather_async, ranks=ranks, tag=tag)
+    if kind == "all_to_all":
+        return functools.partial(
+            transport.all_to_all_async,
+            ranks=ranks,
+            in_splits=info["in_splits"],
+            out_splits=info["out_splits"],
+            tag=tag,
+        )
+    name = f"{kind}_owned_async" if info.get("owned") else f"{kind}_async"
+    return functools.partial(getattr(transport, name), ranks=ranks, op=info["op"], tag=tag)
+
+
+def _item(x: Tensor) -> Any:
+    return x.item()
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for x in tree:
+            yield from _tensors(x)
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from _tensors(x)
+
+
+@functools.cache
+def _write_places(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (i, a.name)
+        for i, a in enumerate(func._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes."""
+    found: list[Tensor] = []
+    for i, name in _write_places(func):
+        found += _tensors(args[i] if i < len(args) else kwargs.get(name))
+    hidden = _HIDDEN_WRITES.get(func)
+    if hidden is not None:
+        places, flag = hidden
+        if args[flag]:
+            found += _tensors([args[i] for i in places])
+    return found
