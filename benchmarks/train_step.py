@@ -52,26 +52,28 @@ LIBS = {"torch": TORCH, "shardwise": OURS}
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.o = nn.Linear(width, width, bias=False)
+        self.head = width // HEADS
 
     def forward(self, x):
         B, T, _ = x.shape
         q, k, v = (
-            f(x).view(B, T, -1, WIDTH // HEADS).transpose(1, 2)
+            f(x).view(B, T, -1, self.head).transpose(1, 2)
             for f in (self.q, self.k, self.v)
         )
-        a = (q @ k.transpose(-1, -2) * (WIDTH // HEADS) ** -0.5).softmax(-1) @ v
+        a = (q @ k.transpose(-1, -2) * self.head**-0.5).softmax(-1) @ v
         return self.o(a.transpose(1, 2).reshape(B, T, -1))
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.n1, self.n2, self.attn = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Attention()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = Attention(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
         x = x + self.attn(self.n1(x))

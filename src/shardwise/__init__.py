@@ -4,6 +4,7 @@ One tensor, many devices, written as if there were one. Names follow ``torch.dis
 """
 
 from shardwise import checkpoint
+from shardwise.capture.step import capture
 from shardwise.comm.meshes import init_device_mesh
 from shardwise.events import CommLog
 from shardwise.layout.mesh import Mesh as DeviceMesh
@@ -41,6 +42,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "arange",
+    "capture",
     "checkpoint",
     "distribute_module",
     "distribute_tensor",

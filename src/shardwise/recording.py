@@ -29,8 +29,16 @@ class Recorder(Protocol):
     def opaque(self, name: str, call: Callable[..., Any], like: Callable[[], Any], *args: Any) -> Any:
         """Note a call to be made again at every run, whose result is a fresh tensor like ``like``."""
 
-    def effect(self, name: str, call: Callable[..., Any], *args: Any) -> None:
+    def effect(
+        self, name: str, call: Callable[..., Any], *args: Any, random: bool = False
+    ) -> None:
         """Note a call to be made again at every run for what it does to the memory of its arguments."""
+
+    def block(self, name: str, x: Any, call: Callable[[Any], Any]) -> Any:
+        """Note ``call(x)`` as one thing, as a move is: what it sends may travel with others."""
+
+    def afterwards(self, restore: Callable[[], None]) -> None:
+        """Have something put back when the recording ends, however it ends."""
 
     def refuse(self, what: str, tries: Sequence[str] = ()) -> Exception:
         """The error for what no later run could repeat."""

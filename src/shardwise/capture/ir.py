@@ -146,7 +146,8 @@ class Step:
         inputs: The values that come from outside, with where from.
         outputs: The values that are handed out at the end, in the order of the bindings.
         next_index: The next free number of a value.
-        order: Values of leaves' gradients in the order in which the leaves were made, for buckets.
+        rank: This rank.
+        tape: What it was recorded with; passes note more with it.
     """
 
     nodes: tuple[Node, ...]
@@ -154,6 +155,7 @@ class Step:
     outputs: tuple[Value, ...]
     next_index: int
     rank: int = 0
+    tape: Any = None
 
     def with_nodes(self, nodes: Iterable[Node], next_index: int | None = None) -> Step:
         """The step with other nodes."""

@@ -273,6 +273,7 @@ class Recorded:
                     else:
                         self._set.append((c, now))
         finally:
+            tape.restore()
             for c, x in zip(cells, before):
                 if c.read() is not x:
                     c.write(x)
@@ -318,6 +319,7 @@ class Recorded:
             tuple(out_values),
             tape.next_index,
             tape.rank,
+            tape,
         )
         return step, outs, tree
 

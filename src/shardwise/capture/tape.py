@@ -87,6 +87,7 @@ class Tape(TorchDispatchMode):
         self._roots: dict[int, int] = {}
         self._next = 0
         self._constants: dict[int, Tensor] = {}
+        self.restores: list[Callable[[], None]] = []
 
     @property
     def next_index(self) -> int:
@@ -318,26 +319,41 @@ class Tape(TorchDispatchMode):
         how = mover.now()
         if not how.steps:
             return x
+
+        def carried_out(y: Tensor) -> Tensor:
+            for step in how.steps:
+                y = step(y)
+            return y
+
+        name = f"move {placed(how.src)} -> {placed(how.dst)}"
+        return self._as_one(name, x, carried_out, {"mover": how})
+
+    def block(self, name: str, x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
+        """Note ``call(x)`` as one thing."""
+        return self._as_one(name, x, call, {})
+
+    def _as_one(
+        self, name: str, x: Tensor, call: Callable[[Tensor], Tensor], info: dict[str, Any]
+    ) -> Tensor:
         source = self.value_of(x)
         outer, self.nodes = self.nodes, []
         try:
             with torch.no_grad():
-                y = x
-                for step in how.steps:
-                    y = step(y)
+                y = call(x)
         finally:
             body, self.nodes = self.nodes, outer
         out = self.value_of(y)
         if out.root == source.root:  # only another view
             self.nodes += body
             return y
-        name = f"move {placed(how.src)} -> {placed(how.dst)}"
-        node = self._note(
-            "move", name, None, (source,), {}, (out,), out, info={"mover": how}
-        )
+        node = self._note("move", name, None, (source,), {}, (out,), out, info=info)
         node.body = tuple(body)
         node.writes |= {r for n in body for r in n.writes}
         return y
+
+    def afterwards(self, restore: Callable[[], None]) -> None:
+        """Have something put back when the recording ends."""
+        self.restores.append(restore)
 
     def opaque(
         self, name: str, call: Callable[..., Any], like: Callable[[], Tensor], *args: Any
@@ -350,13 +366,49 @@ class Tape(TorchDispatchMode):
         self._note("opaque", name, call, own, {}, (out,), out, draws=True)
         return fake
 
-    def effect(self, name: str, call: Callable[..., Any], *args: Any) -> None:
+    def effect(
+        self, name: str, call: Callable[..., Any], *args: Any, random: bool = False
+    ) -> None:
         """Note a call for what it does: it writes what it is given."""
         own = tuple(self._own(a) for a in args)
         written = [a for a in args if isinstance(a, Tensor)]
-        node = self._note("effect", name, call, own, {}, (), None, written)
-        node.reads |= {OUTSIDE, RNG}
-        node.writes |= {OUTSIDE, RNG}
+        node = self._note("effect", name, call, own, {}, (), None, written, draws=random)
+        if not written:
+            node.reads |= {OUTSIDE}
+            node.writes |= {OUTSIDE}
+
+    # ---- for passes ------------------------------------------------------------------------------
+
+    def note_move(
+        self, mover: Any, source: Value, next_index: int
+    ) -> tuple[Node | None, int]:
+        """A move of a value, as a node, and the next free number; None if nothing moves."""
+        made = self._noted_after(next_index, lambda: self.move(mover, source.fake))  # pyright: ignore
+        nodes = made[0]
+        return (nodes[0] if len(nodes) == 1 else None), self._next
+
+    def note_together(
+        self,
+        send: Callable[..., Handle],
+        apart: Callable[[Tensor], list[Tensor]],
+        values: Sequence[Value],
+        next_index: int,
+    ) -> tuple[list[Node], list[Value], int]:
+        """One collective for several values: the nodes, what becomes of each value, the next free number."""
+        nodes, outs = self._noted_after(
+            next_index, lambda: apart(send(*[v.fake for v in values]).wait())
+        )
+        return nodes, [self.value_of(o) for o in outs], self._next
+
+    def _noted_after(self, next_index: int, call: Callable[[], Any]) -> tuple[list[Node], Any]:
+        outer, self.nodes = self.nodes, []
+        self._next = max(next_index, self._next)
+        try:
+            with torch.no_grad(), self.running():
+                result = call()
+        finally:
+            nodes, self.nodes = self.nodes, outer
+        return nodes, result
 
     # ---- in force --------------------------------------------------------------------------------
 
@@ -369,6 +421,11 @@ class Tape(TorchDispatchMode):
             self,
         ):
             yield
+
+    def restore(self) -> None:
+        """Put back what `afterwards` asked for."""
+        while self.restores:
+            self.restores.pop()()
 
 
 def starter(info: dict[str, Any]) -> Callable[..., Handle]:

@@ -30,6 +30,7 @@ from shardwise.compat import (
     storage_users,
 )
 from shardwise.errors import GradientError
+from shardwise.recording import Recorder, recorder
 from shardwise.tensor.gradients import Leaf, syncing
 
 _REGISTER = "register_post_accumulate_grad_hook"
@@ -328,6 +329,9 @@ class Reducers:
     def _arrived(self, part: Reducer, slot: Slot) -> None:
         if not syncing():
             return
+        if (tape := recorder()) is not None:
+            self._noted(tape, part, slot)
+            return
         if self._task is None:
             for each in self.parts:
                 each.begin()
@@ -349,6 +353,20 @@ class Reducers:
         bucket.missing -= 1
         if not bucket.missing:
             part.start()
+
+    @staticmethod
+    def _noted(tape: Recorder, part: Reducer, slot: Slot) -> None:
+        """In a step that is recorded each gradient is summed for itself: buckets are cut over the whole step."""
+        g = slot.local.grad if slot.leaf is None else slot.leaf.pending
+        assert g is not None, "a hook runs after a gradient has come"
+        slot.drop()
+        if slot.scale != 1:
+            g = g * slot.scale
+
+        def summed(x: Tensor) -> Tensor:
+            return part.transport.all_reduce(x, part.ranks, "sum", tag=part.tag)
+
+        slot.give(tape.block(f"sum over {part.tag}", g, summed))
 
     def _end(self) -> None:
         """Backward is over: send the rest, wait for all."""

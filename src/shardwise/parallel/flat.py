@@ -21,6 +21,7 @@ has saved of them is whole again before backward comes to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from shardwise.comm.transport import Handle, Transport
 from shardwise.errors import GradientError, LayoutError
 from shardwise.layout import boxes
+from shardwise.recording import recorder
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.gradients import leaf_of
 
@@ -200,8 +202,8 @@ class Flat:
         if not self.leaves:
             with torch.inference_mode(False):
                 self._make_leaves(rows.device)
-        elif not self.full.untyped_storage().nbytes():
-            self.full.untyped_storage().resize_(self._bytes)
+        else:
+            self._allocate(self._bytes)
         with torch.no_grad():
             self._copy_apart(rows)
         for leaf, p in zip(self.leaves, self.pieces):
@@ -228,7 +230,7 @@ class Flat:
             self._handle.wait()
             self._handle = None
         if self.is_whole:
-            self.full.untyped_storage().resize_(0)
+            self._allocate(0)
             self.is_whole = False
 
     def check_unwritten(self) -> None:
@@ -247,6 +249,25 @@ class Flat:
                         "Embedding: no max_norm",
                     ],
                 )
+
+    def _allocate(self, size: int) -> None:
+        """Give the whole parameters memory, or take it."""
+        if (tape := recorder()) is not None:
+            tape.effect("allocate" if size else "free", set_memory, self.full, size)
+        elif self.full.untyped_storage().nbytes() != size:
+            set_memory(self.full, size)
+
+    def set_aside(self) -> Callable[[], None]:
+        """Begin with new leaves, for a step that is recorded; what is returned brings the old ones back."""
+        names = ("full", "leaves", "_places", "is_whole", "_handle")
+        kept = [getattr(self, name) for name in names]
+        self.leaves, self._places, self.is_whole, self._handle = [], [], False, None
+
+        def bring_back() -> None:
+            for name, x in zip(names, kept):
+                setattr(self, name, x)
+
+        return bring_back
 
     # ---- gradients ----------------------------------------------------------------------------------
 
@@ -274,6 +295,11 @@ class Flat:
                 rows[:, total:].copy_(torch.tensor([float(h) for h in has]).expand(self.n, -1))
         handle = self.transport.reduce_scatter_async(rows, self.ranks, "sum", tag=self.tags[0])
         return Reduction(self, [p for p, _ in taken], has, handle)
+
+
+def set_memory(x: Tensor, size: int) -> None:
+    """Make the memory of a tensor so many bytes large."""
+    x.untyped_storage().resize_(size)
 
 
 def _replaced(p: Piece, now: Any) -> None:

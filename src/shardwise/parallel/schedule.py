@@ -30,6 +30,7 @@ from shardwise.layout.mesh import Mesh
 from shardwise.parallel.buckets import is_reduced
 from shardwise.parallel.flat import Flat, Piece, Reduction, add_grad
 from shardwise.program.spec import Spec, spec_of
+from shardwise.recording import Recorder, recorder
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.gradients import syncing
 
@@ -291,6 +292,7 @@ class Schedule:
         self._late: dict[tuple[tuple[int, ...], str], list[tuple[Piece, Tensor]]] = {}
         self._waiting: Group | None = None  # gathered once gradients come
         self.key: Mesh | None = None
+        self._tape: Recorder | None = None
         for group in groups:
             group.schedule = self
             if group.reshard is None:
@@ -313,6 +315,9 @@ class Schedule:
                 following.start()
 
     def _begin_forward(self, args: Any) -> None:
+        tape = recorder()
+        if tape is not None and self._tape is not tape:
+            self._set_aside(tape)
         if self._task is not None:  # a backward that raised
             self._reset()
         for (
@@ -337,6 +342,32 @@ class Schedule:
                 f'"{name}" was put into a fully sharded module; nobody would reduce its gradient.',
                 tries=["fully_shard the new module, too", "ignored_params=[...]"],
             )
+
+    def _set_aside(self, tape: Recorder) -> None:
+        """Record with new leaves: those that are there belong to real memory."""
+        self._tape = tape
+        for group in self.groups:
+            kept = [flat.set_aside() for flat in group.flats]
+            faces, hooked, face = group._faces, group._hooked, group.face
+            group._faces, group._hooked, group.face = {}, set(), None
+
+            def bring_back(
+                group: Group = group,
+                kept: Any = kept,
+                old: Any = (faces, hooked, face),
+            ) -> None:
+                for restore in kept:
+                    restore()
+                group._faces, group._hooked, group.face = old
+
+            tape.afterwards(bring_back)
+        order = self.order
+
+        def forget() -> None:
+            self.order, self._tape = order, None
+            self._reset()
+
+        tape.afterwards(forget)
 
     def _following(self, group: Group) -> Group | None:
         at = len(self._seen)

@@ -3,7 +3,12 @@
 from collections.abc import Callable
 
 from shardwise.capture.ir import Step
+from shardwise.capture.passes.bucket import bucket
+from shardwise.capture.passes.moves import redundant_moves
+from shardwise.capture.passes.simplify import simplify
 
 Pass = Callable[[Step], Step]
 
-DEFAULT: tuple[Pass, ...] = ()
+DEFAULT: tuple[Pass, ...] = (simplify, redundant_moves, bucket, simplify)
+
+__all__ = ["DEFAULT", "Pass", "bucket", "redundant_moves", "simplify"]
