@@ -61,8 +61,7 @@ class Attention(nn.Module):
     def forward(self, x):
         B, T, _ = x.shape
         q, k, v = (
-            f(x).view(B, T, -1, self.head).transpose(1, 2)
-            for f in (self.q, self.k, self.v)
+            f(x).view(B, T, -1, self.head).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
         a = (q @ k.transpose(-1, -2) * self.head**-0.5).softmax(-1) @ v
         return self.o(a.transpose(1, 2).reshape(B, T, -1))

@@ -431,3 +431,9 @@ def on_rng_state(get: Any, put: Any) -> None:
 
     torch.random.get_rng_state = torch.get_rng_state = functools.wraps(read)(reading)
     torch.random.set_rng_state = torch.set_rng_state = functools.wraps(write)(writing)
+
+
+# Trees of lists, tuples, dicts and what users have registered.
+tree_flatten: Any = torch.utils._pytree.tree_flatten
+tree_unflatten: Any = torch.utils._pytree.tree_unflatten
+tree_map_only: Any = torch.utils._pytree.tree_map_only

@@ -26,8 +26,13 @@ class Recorder(Protocol):
     def move(self, mover: Any, x: Any) -> Any:
         """Note a move from one layout to another."""
 
-    def opaque(self, name: str, call: Callable[..., Any], like: Callable[[], Any], *args: Any) -> Any:
+    def opaque(
+        self, name: str, call: Callable[..., Any], like: Callable[[], Any], *args: Any
+    ) -> Any:
         """Note a call to be made again at every run, whose result is a fresh tensor like ``like``."""
+
+    def generator_position(self, generator: Any) -> Any:
+        """What stands for the state of a generator: equal before the same draws."""
 
     def effect(
         self, name: str, call: Callable[..., Any], *args: Any, random: bool = False
@@ -42,6 +47,7 @@ class Recorder(Protocol):
 
     def refuse(self, what: str, tries: Sequence[str] = ()) -> Exception:
         """The error for what no later run could repeat."""
+        ...
 
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("shardwise_recorder", default=None)

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "shardwise"
 
 FLOORS = (
-    ("errors", "events", "compat"),
+    ("errors", "events", "compat", "recording"),
     ("layout", "random"),
     ("route",),
     ("rules", "comm"),

@@ -4,6 +4,7 @@ Python must not see their values while the step is recorded: at the next run the
 ``torch.SymFloat`` whose arithmetic is noted, operation by operation in Python's own order (bit for bit what eager
 mode computes), and whose value cannot be asked for.
 """
+# ruff: noqa: D102  the methods are those that torch calls
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class NumberNode:
     def clone(self) -> NumberNode:
         return self
 
-    def str(self) -> str:  # noqa: A003  torch's name
+    def str(self) -> str:
         return repr(self.value)
 
     def __str__(self) -> str:

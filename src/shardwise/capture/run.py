@@ -8,84 +8,94 @@ graph which has saved one of them notices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.capture.ir import Step, Value, flatten
+from shardwise.capture.ir import Node, Step, Value, flatten
 from shardwise.compat import below_autograd, direct_op
 
 _OPERATORS = {"+", "-", "*", "/", "**", "%"}
 
 
+class _Writer:
+    """Writes the text of the function, and collects what it refers to."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self._known: dict[int, str] = {}
+
+    def constant(self, x: Any) -> str:
+        """A plain argument."""
+        if (
+            x is None
+            or isinstance(x, (int, str))
+            or (isinstance(x, float) and math.isfinite(x))
+        ):
+            return repr(x)
+        name = self._known.get(id(x))
+        if name is None:
+            name = self._known[id(x)] = f"k{len(self.names)}"
+            self.names[name] = x
+        return name
+
+    def text(self, x: Any) -> str:
+        """An argument, or a result to take apart."""
+        if isinstance(x, Value):
+            return f"v{x.index}"
+        if type(x) is list:
+            return "[" + ", ".join(map(self.text, x)) + "]"
+        if type(x) is tuple:
+            return "(" + "".join(self.text(y) + ", " for y in x) + ")"
+        return self.constant(x)
+
+    def targets(self, x: Any) -> str:
+        """What a result is assigned to."""
+        if isinstance(x, Value):
+            return f"v{x.index}"
+        if isinstance(x, (tuple, list)) and x:
+            return "(" + "".join(self.targets(y) + ", " for y in x) + ")"
+        return "_"
+
+    def line(self, n: Node) -> str:
+        """A node as a statement."""
+        if n.kind == "number" and n.name in _OPERATORS:
+            call = f" {n.name} ".join(map(self.text, n.args))
+        elif n.kind == "wait":
+            call = f"{self.text(n.args[0])}.wait()"
+        else:
+            target = direct_op(n.target) if n.kind == "call" else n.target
+            parts = [self.text(a) for a in n.args]
+            parts += [f"{k}={self.text(a)}" for k, a in n.kwargs.items()]
+            call = f"{self.constant(target)}({', '.join(parts)})"
+        return f"{self.targets(n.result)} = {call}" if n.outs else call
+
+
 def source_of(step: Step) -> tuple[str, dict[str, Any]]:
     """The function's text, and what it refers to."""
     nodes = list(flatten(step.nodes))
-    last: dict[Value, int] = {}
+    last: dict[Value, int] = {v: -1 for v, _ in step.inputs}
     for at, n in enumerate(nodes):
         for v in (*n.inputs, *n.outs):
             last[v] = at
     for v in step.outputs:
         last[v] = len(nodes)
-    dying: dict[int, list[Value]] = {}
+    dying: dict[int, list[str]] = {}
     for v, at in last.items():
-        dying.setdefault(at, []).append(v)
-    names: dict[str, Any] = {}
-    known: dict[int, str] = {}
-
-    def constant(x: Any) -> str:
-        if isinstance(x, (int, str, type(None), bool)):
-            return repr(x)
-        if isinstance(x, float) and x == x and abs(x) != float("inf"):
-            return repr(x)
-        name = known.get(id(x))
-        if name is None:
-            name = known[id(x)] = f"k{len(names)}"
-            names[name] = x
-        return name
-
-    def text(x: Any) -> str:
-        if isinstance(x, Value):
-            return f"v{x.index}"
-        if type(x) is list:
-            return "[" + ", ".join(map(text, x)) + "]"
-        if type(x) is tuple:
-            return "(" + "".join(text(y) + ", " for y in x) + ")"
-        return constant(x)
-
-    def targets(x: Any) -> str:
-        if isinstance(x, Value):
-            return f"v{x.index}"
-        if isinstance(x, (tuple, list)):
-            inner = "".join(targets(y) + ", " for y in x)
-            return f"({inner})" if x else "_"
-        return "_"
-
+        dying.setdefault(at, []).append(f"v{v.index}")
+    writer = _Writer()
     lines = ["def run(inputs):"]
     if step.inputs:
         lines.append("    (" + "".join(f"v{v.index}, " for v, _ in step.inputs) + ") = inputs")
-        lines.append("    del inputs")
-    unused = [v for v, _ in step.inputs if v not in last]
-    if unused:
-        lines.append("    del " + ", ".join(f"v{v.index}" for v in unused))
-    for at, n in enumerate(nodes):
-        if n.kind == "number" and n.name in _OPERATORS:
-            call = f" {n.name} ".join(map(text, n.args))
-        elif n.kind == "wait":
-            call = f"{text(n.args[0])}.wait()"
-        else:
-            target = direct_op(n.target) if n.kind == "call" else n.target
-            parts = [text(a) for a in n.args] + [f"{k}={text(a)}" for k, a in n.kwargs.items()]
-            call = f"{constant(target)}({', '.join(parts)})"
-        made = targets(n.result) if n.outs else ""
-        lines.append(f"    {made} = {call}" if made else f"    {call}")
-        gone = [v for v in dying.get(at, ())]
-        if gone:
-            lines.append("    del " + ", ".join(f"v{v.index}" for v in gone))
-    outs = "".join(f"v{v.index}, " for v in step.outputs)
-    lines.append(f"    return ({outs})")
-    return "\n".join(lines), names
+    for at in range(-1, len(nodes)):
+        if at >= 0:
+            lines.append("    " + writer.line(nodes[at]))
+        if at in dying:
+            lines.append("    del " + ", ".join(dying[at]))
+    lines.append("    return (" + "".join(f"v{v.index}, " for v in step.outputs) + ")")
+    return "\n".join(lines), writer.names
 
 
 def executor(step: Step) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -7,7 +7,7 @@ that nothing is baked in, and put back after recording, which leaves fakes behin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import functools
 import types
 from typing import Any
@@ -19,7 +19,9 @@ from shardwise.capture.ir import Slot
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.gradients import leaf_of
 
+_NUMBERS = (int, float, tuple, bool, str, type(None))
 DEPTH = 4  # of containers and of functions that call functions
+_OPEN = ("torch.optim", "torch.amp")
 _QUIET = ("torch", "shardwise", "builtins", "typing", "collections", "functools", "math")
 
 
@@ -52,6 +54,24 @@ class Cell:
             setattr(self.holder, self.key, x)
 
 
+class TableCell(Cell):
+    """A place in an optimizer's tables, which ``load_state_dict`` replaces: they are asked for at each access.
+
+    Attributes:
+        find: Gives the dict.
+    """
+
+    __slots__ = ("find",)
+
+    def __init__(self, name: str, role: str, find: Callable[[], Any], key: Any) -> None:
+        self.name, self.role, self.find, self.key = name, role, find, key
+
+    @property
+    def holder(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The dict, now."""
+        return self.find()
+
+
 def local_of(x: Any) -> Any:
     """The tensor that computation works on: the local one of a DTensor."""
     return x._local if isinstance(x, DTensor) else x
@@ -64,30 +84,48 @@ class State:
         modules: Outermost modules, by name.
         optimizers: By name.
         tensors: Tensors found elsewhere, as cells.
+        all_modules: All modules, the inner ones included, each once.
+        all_parameters: All parameters, each once.
     """
 
     def __init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.tensors: list[Cell] = []
+        self.all_modules: list[nn.Module] = []
+        self.all_parameters: list[Tensor] = []
         self._seen: set[int] = set()
-        self._keep: list[Any] = []
+        self._kept: list[Any] = []  # so that no id is used twice
+
+    @classmethod
+    def of(cls, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+        """What a function works on, called with these arguments."""
+        state = cls()
+        state.look("", fn)
+        state.look("argument", [args, kwargs])
+        inner = {id(m): m for outer in state.modules.values() for m in outer.modules()}
+        state.all_modules = list(inner.values())
+        state.all_parameters = [p for _, p in state.parameters().values()]
+        return state
 
     # ---- looking -----------------------------------------------------------------------------
 
     def look(self, name: str, x: Any, depth: int = DEPTH) -> None:
         """Find what is in ``x``."""
-        if id(x) in self._seen or x is None or isinstance(x, (str, bytes, int, float, bool)):
+        plain = x is None or isinstance(x, (str, bytes, int, float, bool, Tensor))
+        if plain or id(x) in self._seen or isinstance(x, (type, types.ModuleType)):
             return
         self._seen.add(id(x))
-        self._keep.append(x)
+        self._kept.append(x)
         if isinstance(x, nn.Module):
             self.modules[name] = x
         elif isinstance(x, torch.optim.Optimizer):
             self.optimizers[name] = x
-        elif isinstance(x, Tensor) or depth == 0 or isinstance(x, types.ModuleType):
-            return
-        elif isinstance(x, functools.partial):
+        elif depth > 0:
+            self._look_inside(name, x, depth)
+
+    def _look_inside(self, name: str, x: Any, depth: int) -> None:
+        if isinstance(x, functools.partial):
             self.look(name, x.func, depth)
             self.look(name, [x.args, x.keywords], depth - 1)
         elif isinstance(x, types.MethodType):
@@ -100,11 +138,10 @@ class State:
         elif isinstance(x, (list, tuple, set)):
             for i, y in enumerate(x):
                 self.look(f"{name}.{i}", y, depth - 1)
-        elif not type(x).__module__.startswith(_QUIET) or type(x).__module__.startswith(
-            ("torch.optim", "torch.amp")
-        ):
-            held = getattr(x, "__dict__", None)
-            if isinstance(held, dict):
+        else:
+            home, held = type(x).__module__, getattr(x, "__dict__", None)
+            strange = home.split(".")[0] not in _QUIET
+            if isinstance(held, dict) and (strange or home.startswith(_OPEN)):
                 self._items(name, held, depth)
 
     def _items(self, name: str, held: dict[Any, Any], depth: int) -> None:
@@ -141,14 +178,6 @@ class State:
 
     # ---- what there is -------------------------------------------------------------------------
 
-    def all_modules(self) -> list[nn.Module]:
-        """All modules, the inner ones included, each once."""
-        found: dict[int, nn.Module] = {}
-        for outer in self.modules.values():
-            for m in outer.modules():
-                found[id(m)] = m
-        return list(found.values())
-
     def parameters(self) -> dict[int, tuple[str, Tensor]]:
         """All parameters of modules and optimizers with a name, by id."""
         found: dict[int, tuple[str, Tensor]] = {}
@@ -166,45 +195,52 @@ class State:
         for name, outer in self.modules.items():
             for inner, m in outer.named_modules():
                 path = f"{name}.{inner}." if inner else f"{name}."
-                for table, role in (
-                    (m._parameters, "state"),
-                    (m._buffers, "state"),
-                    (m.__dict__, "state"),
-                ):
+                for table in (m._parameters, m._buffers, m.__dict__):
                     out += [
-                        Cell(path + str(key), role, table, key)
+                        Cell(path + str(key), "state", table, key)
                         for key, x in table.items()
                         if isinstance(x, Tensor)
                     ]
-        params = self.parameters()
-        for pid, (name, p) in params.items():
+        for name, p in self.parameters().values():
             out += _grad_cells(name, p)
             for on, optimizer in self.optimizers.items():
                 held = optimizer.state.get(p)
                 if isinstance(held, dict):
                     out += [
-                        Cell(f"{on}.{key}[{name}]", "state", held, key)
+                        TableCell(f"{on}.{key}[{name}]", "state", _state(optimizer, p), key)
                         for key, x in held.items()
                         if isinstance(x, Tensor)
                     ]
         for on, optimizer in self.optimizers.items():
             for i, group in enumerate(optimizer.param_groups):
                 out += [
-                    Cell(f"{on}.{key}[{i}]", "state", group, key)
+                    TableCell(f"{on}.{key}[{i}]", "state", _group(optimizer, i), key)
                     for key, x in group.items()
                     if isinstance(x, Tensor)
                 ]
         return out
 
-    def numbers(self) -> list[Cell]:
+    def numbers(self) -> list[TableCell]:
         """The optimizers' hyperparameters that are Python numbers."""
         return [
-            Cell(f"{on}.{key}[{i}]", "number", group, key)
+            TableCell(f"{on}.{key}[{i}]", "number", _group(optimizer, i), key)
             for on, optimizer in self.optimizers.items()
             for i, group in enumerate(optimizer.param_groups)
             for key, x in group.items()
-            if key != "params" and isinstance(x, (int, float, tuple, bool, str, type(None)))
+            if key != "params" and isinstance(x, _NUMBERS)
         ]
+
+    def fixed_numbers(self, lifted: Sequence[str]) -> tuple[Any, ...]:
+        """The values of those that are part of a captured step."""
+        return tuple(
+            [
+                (key, x)
+                for optimizer in self.optimizers.values()
+                for group in optimizer.param_groups
+                for key, x in group.items()
+                if key != "params" and key not in lifted and isinstance(x, _NUMBERS)
+            ]
+        )
 
     def ready(self) -> bool:
         """Whether every optimizer has its state, so that a step makes no new one."""
@@ -214,6 +250,14 @@ class State:
             or not _keeps_state(optimizer)
             for optimizer in self.optimizers.values()
         )
+
+
+def _state(optimizer: torch.optim.Optimizer, p: Tensor) -> Callable[[], Any]:
+    return lambda: optimizer.state[p]
+
+
+def _group(optimizer: torch.optim.Optimizer, i: int) -> Callable[[], Any]:
+    return lambda: optimizer.param_groups[i]
 
 
 def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -254,8 +298,13 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def slot_of(cell: Cell) -> Slot:
     """The slot that reads a cell at each run."""
     x = cell.read()
-    holder, key = cell.holder, cell.key
     layout = x._spec.layout if isinstance(x, DTensor) else None
+    if isinstance(cell, TableCell):
+        find, key = cell.find, cell.key
+        if isinstance(x, DTensor):
+            return Slot(cell.name, cell.role, lambda _: find()[key]._local, layout)
+        return Slot(cell.name, cell.role, lambda _: find()[key], layout)
+    holder, key = cell.holder, cell.key
     if type(holder) is dict:
         if isinstance(x, DTensor):
             return Slot(cell.name, cell.role, lambda _: holder[key]._local, layout)

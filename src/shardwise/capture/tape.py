@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from shardwise.capture.ir import OUTSIDE, RNG, Node, Slot, Value, placed
 from shardwise.capture.number import HINT, number
@@ -23,13 +22,15 @@ from shardwise.compat import (
     TorchDispatchMode,
     fake_mode,
     is_fake,
+    on_rng_state,
     storage_id,
+    tree_map_only,
     untraceable,
     without_modes,
 )
 from shardwise.errors import CaptureError
 from shardwise.events import user_site
-from shardwise.recording import record_with
+from shardwise.recording import record_with, recorder
 from shardwise.tensor.dtensor import DTensor
 
 _ATEN = torch.ops.aten
@@ -88,6 +89,9 @@ class Tape(TorchDispatchMode):
         self._next = 0
         self._constants: dict[int, Tensor] = {}
         self.restores: list[Callable[[], None]] = []
+        self._draws: dict[
+            int, tuple[object, int]
+        ] = {}  # by generator: since which state, how many
 
     @property
     def next_index(self) -> int:
@@ -243,7 +247,16 @@ class Tape(TorchDispatchMode):
         info: dict[str, Any] | None = None,
     ) -> Node:
         node = Node(
-            kind, name, target, args, kwargs, outs, result, frozenset(), frozenset(), user_site()
+            kind,
+            name,
+            target,
+            args,
+            kwargs,
+            outs,
+            result,
+            frozenset(),
+            frozenset(),
+            user_site(),
         )
         reads = {v.root for v in node.inputs}
         writes = {v.root for v in outs if v.root not in reads}
@@ -251,6 +264,9 @@ class Tape(TorchDispatchMode):
         if draws:
             reads.add(RNG)
             writes.add(RNG)
+            generator = next((a for a in args if isinstance(a, torch.Generator)), None)
+            since, count = self.generator_position(generator)
+            self._draws[id(generator)] = since, count + 1
         node.reads, node.writes = frozenset(reads), frozenset(writes)
         if info:
             node.info = info
@@ -306,7 +322,18 @@ class Tape(TorchDispatchMode):
         name = f"start {kind}{f' {op}' if op else ''} over {how.get('tag') or list(ranks)}"
         info = {"kind": kind, "ranks": ranks, "transport": transport, **how}
         target = starter(info)
-        self._note("start", name, target, (self.value_of(x),), {}, (handle,), handle, info=info)
+        written = [x] if how.get("owned") else []
+        self._note(
+            "start",
+            name,
+            target,
+            (self.value_of(x),),
+            {},
+            (handle,),
+            handle,
+            written,
+            info=info,
+        )
         return Taped(self, handle, got)
 
     def note_wait(self, handle: Value, got: Tensor) -> None:
@@ -366,6 +393,23 @@ class Tape(TorchDispatchMode):
         self._note("opaque", name, call, own, {}, (out,), out, draws=True)
         return fake
 
+    def generator_position(self, generator: Any) -> tuple[object, int]:
+        """What stands for the state of a generator."""
+        return self._draws.setdefault(id(generator), (object(), 0))
+
+    def read_generator(self, read: Callable[[], Tensor]) -> Tensor:
+        """``torch.get_rng_state()``: the state is known at each run only."""
+        where = self.generator_position(None)
+        state = self.opaque("rng state", read, lambda: torch.empty(0, dtype=torch.uint8))
+        self._draws[id(None)] = where
+        state._shardwise_position = where  # pyright: ignore[reportAttributeAccessIssue]
+        return state
+
+    def write_generator(self, write: Callable[[Tensor], None], state: Tensor) -> None:
+        """``torch.set_rng_state(state)``."""
+        self.effect("set rng state", write, state, random=True)
+        self._draws[id(None)] = getattr(state, "_shardwise_position", (object(), 0))
+
     def effect(
         self, name: str, call: Callable[..., Any], *args: Any, random: bool = False
     ) -> None:
@@ -379,9 +423,7 @@ class Tape(TorchDispatchMode):
 
     # ---- for passes ------------------------------------------------------------------------------
 
-    def note_move(
-        self, mover: Any, source: Value, next_index: int
-    ) -> tuple[Node | None, int]:
+    def note_move(self, mover: Any, source: Value, next_index: int) -> tuple[Node | None, int]:
         """A move of a value, as a node, and the next free number; None if nothing moves."""
         made = self._noted_after(next_index, lambda: self.move(mover, source.fake))  # pyright: ignore
         nodes = made[0]
@@ -447,6 +489,22 @@ def starter(info: dict[str, Any]) -> Callable[..., Handle]:
         )
     name = f"{kind}_owned_async" if info.get("owned") else f"{kind}_async"
     return functools.partial(getattr(transport, name), ranks=ranks, op=info["op"], tag=tag)
+
+
+def _reading(read: Callable[[], Tensor]) -> Tensor:
+    tape = recorder()
+    return tape.read_generator(read) if isinstance(tape, Tape) else read()
+
+
+def _writing(write: Callable[[Tensor], None], state: Tensor) -> None:
+    tape = recorder()
+    if isinstance(tape, Tape):
+        tape.write_generator(write, state)
+    else:
+        write(state)
+
+
+on_rng_state(_reading, _writing)  # activation checkpointing rewinds the generator
 
 
 def _item(x: Tensor) -> Any:

@@ -42,6 +42,7 @@ from shardwise.comm.transport import Handle, Ready, Transport, _fallback, _plain
 from shardwise.compat import default_store
 from shardwise.errors import CommError
 from shardwise.events import observers
+from shardwise.recording import recorder
 
 # What NCCL and Gloo both do as it is.
 _PLAIN = (
@@ -319,6 +320,7 @@ class C10dTransport(Transport):
         if (
             len(ranks) > 1
             and not observers()
+            and recorder() is None
             and x.is_contiguous()
             and (op, x.dtype) in ALLOWED
         ):

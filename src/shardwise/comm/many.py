@@ -50,7 +50,9 @@ class _Lane:
 
 def run_many(movers: Sequence[Mover], xs: Sequence[Tensor]) -> list[Tensor]:
     """Move, without recording for autograd."""
-    if recorder() is not None:  # each for itself: what travels together is decided over the whole step
+    if (
+        recorder() is not None
+    ):  # each for itself: what travels together is decided over the whole step
         return [m.run(x) for m, x in zip(movers, xs)]
     lanes = [_Lane(m.now(), x) for m, x in zip(movers, xs)]
     waiting = [lane for lane in lanes if lane.local()]

@@ -138,6 +138,10 @@ class Transport(ABC):
 
         The result may be ``x`` itself, overwritten: no copy is made where none is needed.
         """
+        if (tape := recorder()) is not None and len(ranks) > 1:
+            return tape.collective(
+                "all_reduce", _plain(x), ranks, transport=self, op=op, tag=tag, owned=True
+            )
         return self._all_reduce_checked(x, ranks, op, tag, False)
 
     def all_to_all(

@@ -165,7 +165,15 @@ def draw_bernoulli(
     """
     if (tape := recorder()) is not None:
         return tape.opaque(
-            "draw", draw_bernoulli, lambda: torch.empty(p.shape, dtype=dtype), p, tuple(shape), tuple(offsets), dtype, generator, like
+            "draw",
+            draw_bernoulli,
+            lambda: torch.empty(p.shape, dtype=dtype),
+            p,
+            tuple(shape),
+            tuple(offsets),
+            dtype,
+            generator,
+            like,
         )
     precision = torch.float64 if p.dtype == torch.float64 else torch.float32
     u = draw(Draw("uniform"), shape, offsets, p.shape, precision, p.device, generator, like)

@@ -47,6 +47,11 @@ def stream_in_force(default: Like) -> Like:
     return _scope.get() or default
 
 
+def chosen_stream() -> Like | None:
+    """The stream that `rng` chose; None: each caller's own default."""
+    return _scope.get()
+
+
 def manual_seed(seed: int) -> Generator:
     """Seed torch's default generators, which feed both streams; same as `torch.manual_seed`.
 

@@ -527,7 +527,9 @@ class DTensor(Protocol):
 _CROSSINGS: dict[str, Callable[..., Any]] = {}
 
 
-_NESTED = frozenset((list, tuple, slice))
+_NESTED = frozenset(
+    (list, tuple, slice, torch.SymFloat)
+)  # what cannot be part of a key as it is
 GETITEM = torch.Tensor.__getitem__
 _IS_COMPLEX = torch.is_complex
 

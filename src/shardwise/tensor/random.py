@@ -92,15 +92,21 @@ def _stream(
     chosen: Any = stream_in_force("torch")
     explicit = chosen == stream_in_force("philox")
     like: Any = chosen if explicit else default
-    seen: dict[int, Like] = transport.state.setdefault("streams", {})
+    seen: dict[Any, Like] = transport.state.setdefault("streams", {})
+    if not (seen or explicit):
+        return like
+    tape = recorder()
+    where: Any = (
+        generator_fingerprint(generator) if tape is None else tape.generator_position(generator)
+    )
     if current_graph_task() >= 0:
-        return seen.get(generator_fingerprint(generator), like) if seen else like
+        return seen.get(where, like)
     if explicit:
         if len(seen) >= MAX_STREAMS:
             del seen[next(iter(seen))]
-        seen[generator_fingerprint(generator)] = chosen
-    elif seen:
-        seen.pop(generator_fingerprint(generator), None)
+        seen[where] = chosen
+    else:
+        seen.pop(where, None)
     return like
 
 

@@ -9,15 +9,13 @@ Reductions wait for the last of them; gathers go with the first that needs one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.capture.ir import Node, Step, Value
-from shardwise.capture.tape import starter
+from shardwise.capture.ir import Node, Step
 
 CAP_BYTES = 25 * 2**20
 
@@ -60,7 +58,9 @@ def _runs(step: Step, kind: str) -> list[list[Node]]:
             key = (start.info["ranks"], start.info.get("op"), value.fake.dtype)
         for k in list(open_runs):
             hit = (n.reads | n.writes) & blocked[k]
-            if kind == "all_gather":  # goes early: what it takes must be there, and stay as it is
+            if (
+                kind == "all_gather"
+            ):  # goes early: what it takes must be there, and stay as it is
                 touched = n.writes - {v.root for v in n.outs}
                 if k == key and n.reads & blocked[k]:
                     done.append(open_runs.pop(k))
@@ -99,7 +99,7 @@ def _parts(run: list[Node], cap_bytes: int) -> list[list[Node]]:
 
 def _together(step: Step, part: list[Node], kind: str) -> Step:
     starts = [next(b for b in n.body if b.kind == "start") for n in part]
-    packs = [[b for b in n.body[: n.body.index(s)]] for n, s in zip(part, starts)]
+    packs = [list(n.body[: n.body.index(s)]) for n, s in zip(part, starts)]
     info = starts[0].info
     transport, ranks = info["transport"], info["ranks"]
     rests = [list(n.body[n.body.index(s) + 1 :]) for n, s in zip(part, starts)]
@@ -108,9 +108,8 @@ def _together(step: Step, part: list[Node], kind: str) -> Step:
 
     def send(*xs: Tensor) -> Any:
         if kind == "all_reduce":
-            return transport.all_reduce_async(
-                torch.cat([x.reshape(-1) for x in xs]), ranks, info["op"], tag=info["tag"]
-            )
+            flat = torch.cat([x.reshape(-1) for x in xs])  # nobody else has it
+            return transport.all_reduce_owned_async(flat, ranks, info["op"], tag=info["tag"])
         if kind == "reduce_scatter":
             flat = torch.cat([x.reshape(len(ranks), -1) for x in xs], 1)
             return transport.reduce_scatter_async(flat, ranks, info["op"], tag=info["tag"])
@@ -131,10 +130,6 @@ def _together(step: Step, part: list[Node], kind: str) -> Step:
         n.site = part[0].site
         if n.kind == "start":
             n.info["members"] = len(part)
-            if kind == "all_reduce":  # nobody else has the buffer: it may be overwritten
-                n.info["owned"] = True
-                n.target = starter(n.info)
-                n.writes |= n.reads
     before = [b for p in packs for b in p]
     new = dict(zip(arrived, outs))
     after = [b.with_values(new) for rest in rests for b in rest[1:]]
@@ -151,8 +146,3 @@ def _together(step: Step, part: list[Node], kind: str) -> Step:
         elif id(n) not in chosen:
             out.append(n)
     return step.with_nodes(out, index).substituted(bound)
-
-
-Maker = Callable[..., Any]
-
-__all__ = ["CAP_BYTES", "Value", "bucket", "payload", "single"]

@@ -28,7 +28,7 @@ def _one(step: Step) -> Step | None:
     uses = users(step.nodes)
     wanted = set(step.outputs)
     for at, n in enumerate(step.nodes):
-        if n.kind != "move":
+        if n.kind != "move" or "mover" not in n.info:
             continue
         source: Value = n.args[0]
         if source in made:

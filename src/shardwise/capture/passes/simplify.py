@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from shardwise.capture.ir import OUTSIDE, RNG, Node, Step, Value, flatten, values_in
+from shardwise.capture.ir import OUTSIDE, RNG, Node, Slot, Step, Value, flatten, values_in
 
 _ATEN = torch.ops.aten
 _EMPTY = {
@@ -31,8 +32,6 @@ def simplify(step: Step) -> Step:
 
 def constants(step: Step) -> Step:
     """A constant that nothing writes to need not be made anew: it becomes a closed-over input."""
-    from shardwise.capture.ir import Slot  # noqa: PLC0415
-
     written = _write_counts(step.nodes)
     nodes: list[Node] = []
     inputs = list(step.inputs)
@@ -46,9 +45,7 @@ def constants(step: Step) -> Step:
             nodes.append(n)
     if len(nodes) == len(step.nodes):
         return step
-    return Step(
-        tuple(nodes), tuple(inputs), step.outputs, step.next_index, step.rank, step.tape
-    )
+    return replace(step, nodes=tuple(nodes), inputs=tuple(inputs))
 
 
 # ---- views -----------------------------------------------------------------------------------------
@@ -149,7 +146,9 @@ def _write_counts(nodes: Sequence[Node]) -> dict[int, int]:
 
 
 def _key(n: Node, version: dict[int, int]) -> Any:
-    what: Any = n.info["mover"] if n.kind == "move" else n.target
+    what: Any = n.info.get("mover") if n.kind == "move" else n.target
+    if what is None:
+        return None
     versions = tuple(sorted((r, version.get(r, 0)) for r in n.reads))
     key = (n.kind, n.name, id(what), _frozen(n.args), _frozen(n.kwargs), versions)
     try:
@@ -232,9 +231,10 @@ def _copied(
 
 def _same_memory(dst: Value, src: Value) -> bool:
     a, b = dst.fake, src.fake
-    assert a is not None and b is not None, "copies are of tensors"
     return (
-        a.shape == b.shape
+        a is not None
+        and b is not None
+        and a.shape == b.shape
         and a.stride() == b.stride()
         and a.dtype == b.dtype
         and a.device == b.device
@@ -267,4 +267,4 @@ def dead(step: Step) -> Step:
     kept.reverse()
     used = {v for n in flatten(kept) for v in n.inputs} | set(step.outputs)
     inputs = tuple((v, s) for v, s in step.inputs if v in used)
-    return Step(tuple(kept), inputs, step.outputs, step.next_index, step.rank, step.tape)
+    return replace(step, nodes=tuple(kept), inputs=inputs)
