@@ -152,11 +152,11 @@ def test_optimizers(kind: Any, how: dict[str, Any]) -> None:
 
         return step, model, optimizer, None
 
-    try:
-        same(build)
-    except CaptureError as error:  # a refusal is right where Python reads a number
-        assert "cannot be captured" in str(error)
-        assert kind in (torch.optim.NAdam, torch.optim.RAdam)
+    if kind is torch.optim.RAdam:  # Python compares a number that it reads from the state
+        with pytest.raises(CaptureError, match="decides what the program does"):
+            same(build)
+        return
+    same(build)
 
 
 def test_gradient_accumulation_reduces_once() -> None:
@@ -313,7 +313,7 @@ def refused(body: Any, match: str) -> None:
 
 
 def test_a_branch_on_a_value_is_refused() -> None:
-    refused(lambda loss, *_: None if loss.item() > 3 else None, "decides what the program does")
+    refused(lambda loss, *_: bool(loss.item() > 3), "decides what the program does")
 
 
 def test_error_if_nonfinite_is_refused() -> None:
@@ -332,7 +332,7 @@ def test_a_size_that_depends_on_data_is_refused() -> None:
 def test_a_scheduler_inside_is_refused() -> None:
     def run() -> None:
         mesh = on_mesh()
-        step, model, optimizer, schedule = adamw(mesh)
+        step, _, _, schedule = adamw(mesh)
 
         def inside(x: Any, y: Any) -> Any:
             out = step(x, y)
