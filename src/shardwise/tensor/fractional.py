@@ -49,13 +49,13 @@ def _fractional_max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     given = dict(zip(_NAMES, args)) | kwargs
     x, dims, size = given["input"], _POOLS[func], given.get("output_size")
     ratio, samples = given.get("output_ratio"), given.get("_random_samples")
-    if isinstance(ratio, (int, float)):
+    if isinstance(ratio, (int, float)) and dims == 3:  # in two dims torch refuses one number
         ratio = (ratio,) * dims
     known = isinstance(x, DTensor) and x.ndim in (dims + 1, dims + 2) and x.numel()
-    if not known or (size is None and (ratio is None or len(ratio) != dims)):
-        return run_in_step(func, args, kwargs)  # torch says what is wrong
-    if size is None:
+    if known and size is None and isinstance(ratio, (tuple, list)) and len(ratio) == dims:
         size = [int(n * r) for n, r in zip(x.shape[-dims:], ratio)]
+    if not known or size is None:
+        return run_in_step(func, args, kwargs)  # torch says what is wrong
     if samples is None:
         samples = _samples(x, dims)
     pool = getattr(NN_BUILTINS, f"fractional_max_pool{dims}d")
