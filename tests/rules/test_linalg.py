@@ -77,6 +77,18 @@ def test_solvers(fn: Any, moved: int) -> None:
         assert bytes_moved(fn, [a, b], (2,), ((R,), (S(2),))) == 0
 
 
+def test_what_is_told_of_a_matrix_is_told_once() -> None:
+    a, b = torch.diag(torch.tensor([1.0, 0.0])).double(), rand(2, 4)
+    assert not sweep(lambda a, b: L.solve_ex(a, b)[1], a, b, grad=False)
+    assert not sweep(
+        lambda a, b: tuple(L.lstsq(a, b, driver="gelsy")),
+        rand(2, 4, 3),
+        rand(2, 4, 4),
+        grad=False,
+    )
+    assert not sweep(torch.triangular_solve, b, spd(2, 2), meshes=[(2,)])
+
+
 def test_solve_for_vectors() -> None:
     a, b = spd(5, 3, 3), rand(5, 3)
     assert not sweep(L.solve, a, b, meshes=((4,),), extra=2)

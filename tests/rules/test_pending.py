@@ -21,6 +21,7 @@ PLACES = torch.tensor([[[0, 3, 5], [5, 1, 4]]])
 IDS, CLASSES = torch.tensor([[0, 3, 2], [2, 1, 0]]), torch.tensor([1, 5, -100, 0])
 MASK = torch.tensor([True, False, True, True, False, True])
 SHARES = rand(4, 6).softmax(1)
+SPD = torch.eye(3, dtype=torch.float64) + 0.1 * rand(3, 3)
 
 # name: (function of the tensors, the tensors, the positions of those that may be pending together)
 CASES = {
@@ -131,6 +132,27 @@ CASES = {
         [rand(2, 12), rand(4)],
         [1],
     ),
+    "solve": (torch.linalg.solve_ex, [SPD, rand(3, 2)], [1]),
+    "tensorsolve": (torch.linalg.tensorsolve, [SPD.reshape(3, 1, 3), rand(3, 1)], [1]),
+    "index_reduce": (
+        lambda x, i, s: torch.index_reduce(x, 1, i, s, "prod"),
+        [X, IDS[0], rand(4, 3)],
+        [0],
+    ),
+    "scatter_reduce": (
+        lambda x, i, s: torch.scatter_reduce(x, 0, i, s, "prod"),
+        [X, IDS, rand(2, 3)],
+        [0],
+    ),
+    "masked_scatter of all": (torch.masked_scatter, [X, torch.tensor(True), B], [0, 2]),
+    "diagonal_scatter": (torch.diagonal_scatter, [X, rand(4)], [0, 1]),
+    "as_strided": (lambda x: torch.as_strided(x, (2, 3), (3, 1), 2), [X], [0]),
+    "as_strided_copy": (lambda x: torch.as_strided_copy(x, (2, 3), (1, 2)), [X], [0]),
+    "as_strided_scatter": (
+        lambda x, s: torch.as_strided_scatter(x, s, (2, 3), (6, 1)),
+        [X, rand(2, 3)],
+        [1],
+    ),
     "addmm of nothing": (torch.addmm, [X, rand(4, 0), rand(0, 6)], [0]),
 }
 
@@ -141,6 +163,7 @@ ONCE = {"grid_sample", "embedding_bag", "embedding_bag weights"} | {
 SLOW = {"bicubic", "linear", "bilinear", "trilinear", "grid_sample"}
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
 )

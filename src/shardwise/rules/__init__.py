@@ -25,6 +25,7 @@ from shardwise.rules import (  # noqa: F401
     rearrange,
     recurrent,
     reduce,
+    replaced,
     scan,
     scatter,
     slicing,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rules.notation import Rule
+from shardwise.rules.notation import WHOLE, Arg, Rule
 from shardwise.rules.registry import RuleFunction, rule
 from shardwise.rules.slicing import diagonal, narrow, select, slice_, split, unbind, unfold
 from shardwise.rules.view import (
@@ -56,6 +56,23 @@ def as_copy(of_view: RuleFunction) -> RuleFunction:
         return replace(made, view=False, local=local)
 
     return of_copy
+
+
+@rule("as_strided_copy", "aten.as_strided_copy")
+def as_strided_copy(
+    input: Arg, size: Any, stride: Any, storage_offset: Any = None
+) -> Rule | None:
+    """Elements of memory, which must be whole; of a pending sum its addends."""
+    if not input.layout.is_contiguous:
+        return None
+    names = (WHOLE,) * input.ndim
+    shape = tuple(size)
+    return Rule(
+        {input: names},
+        ((WHOLE,) * len(shape),),
+        linear=(frozenset([input]),),
+        out_shapes=(shape,),
+    )
 
 
 for _name, _of_view in {

@@ -7,6 +7,7 @@ right-hand sides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 import re
 from typing import Any
 
@@ -219,6 +220,16 @@ _register()
 
 
 # -- solvers ---------------------------------------------------------------------------------------
+def _told_once(local: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a solver tells of the matrix is no sum of what its ranks say where the solution is one, or cut."""
+    got = local(ctx, *args, **kwargs)
+    kept = [got[0]]
+    for told, spec in zip(got[1:], ctx.outs[1:]):
+        axes = tuple(a for a, pending in enumerate(spec.layout.partial) if pending)
+        kept.append(ctx.group_over(axes).keep(told) if axes else told)
+    return type(got)(kept)
+
+
 def _solver(
     func: Any,
     names: tuple[str, ...],
@@ -261,6 +272,8 @@ def _solver(
         if any(shape[: len(batch)] != batch for shape, *_ in results):
             return None
         rest = [(*lead, *side), *((*lead, *(WHOLE,) * n) for n in outs[1:])]
+        local: Any = _SOLVED if len(outs) == 1 else with_edges
+        local = _Together(lead, batch) if fails else local
         return Rule(
             ins,
             tuple(rest),
@@ -268,13 +281,9 @@ def _solver(
             if vector or len(outs) == 1
             else _never_empty(b, "c", b.ndim - (1 if columns else 2)),
             special=frozenset(lead) if fails else frozenset(),
-            linear=(frozenset([b]),) if len(outs) == 1 else (),
-            local=_Together(lead, batch)
-            if fails
-            else _SOLVED
-            if len(outs) == 1
-            else with_edges,
-            always_local=any(x.layout.has_empty() for x in own),
+            linear=(frozenset([b]),),
+            local=local if len(outs) == 1 else partial(_told_once, local),
+            always_local=len(outs) > 1 or any(x.layout.has_empty() for x in own),
             out_shapes=tuple(shape for shape, *_ in results),
             out_strides=tuple(stride for _, stride, _ in results),
         )
@@ -301,6 +310,17 @@ def _never_empty(arg: Arg, name: str, dim: int) -> frozenset[str]:
 
 def _is_vector(a: Arg, b: Arg) -> bool:
     return b.ndim == 1 or (a.ndim - 1 == b.ndim and a.shape[:-1] == b.shape)
+
+
+@rule(_L.tensorsolve, "aten.linalg_tensorsolve.default")
+def tensorsolve(A: Arg, B: Arg, dims: Any = None) -> Rule | None:  # noqa: N803  torch's names
+    """Of whole tensors; linear in the right-hand side."""
+    results = like_torch(_L.tensorsolve, (A, B, dims), {})
+    if results is None:
+        return None
+    ins = {A: (WHOLE,) * A.ndim, B: (WHOLE,) * B.ndim}
+    shape = results[0][0]
+    return Rule(ins, ((WHOLE,) * len(shape),), linear=(frozenset([B]),), out_shapes=(shape,))
 
 
 _solver(_L.solve, ("A", "B"), right="B", fails=True)
@@ -341,6 +361,7 @@ def lstsq(A: Arg, B: Arg, rcond: Any = None, *, driver: Any = None) -> Rule | No
             (WHOLE,),
         ),
         whole=_never_empty(B, "c", B.ndim - 1),
+        reduce={"c": "none"},  # the rank is the matrix's, whoever has which right-hand sides
         local=with_edges,
         always_local=A.layout.has_empty() or B.layout.has_empty(),
         out_shapes=(

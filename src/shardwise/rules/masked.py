@@ -82,11 +82,17 @@ def masked_scatter_(input: Any, mask: Any, source: Any) -> Rule | None:
 
 
 def _scattered(x: Any, mask: Any, source: Any, in_place: bool) -> Rule | None:
-    if not all(isinstance(a, Arg) for a in (x, mask, source)) or mask.shape != x.shape:
+    if not all(isinstance(a, Arg) for a in (x, mask, source)):
         return None
     if mask.dtype is not torch.bool or source.dtype != x.dtype or source is x or not x.ndim:
         return None
     names = numbered("d", x.ndim)
+    if not mask.ndim and source.shape == x.shape:  # all of it or nothing
+        both = frozenset([source] if in_place else [x, source])
+        ins = {x: names, mask: (), source: names}
+        return Rule(ins, (names,), linear=(frozenset([x, source]),), addends=both)
+    if mask.shape != x.shape:
+        return None
 
     def local(ctx: Any, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         hits = int(ctx.group(*names).reduce(mask.sum(), "sum"))

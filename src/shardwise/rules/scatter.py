@@ -47,7 +47,7 @@ def setitem(x: Any, index: Any, value: Any) -> Rule | None:
         return _masked_write(x, items, value, True)
     if picked:
         return _written_at(x, items, picked, value, _set_at)
-    return _written_rows(x, items, value)
+    return written_rows(x, items, value)
 
 
 def _set_at(ctx: Any, x: Tensor, index: Any, value: Any) -> None:
@@ -86,7 +86,7 @@ def _value_labels(value: Arg, out: Labels) -> Labels | None:
     )
 
 
-def _written_rows(x: Arg, items: list[Item], value: Any) -> Rule | None:
+def written_rows(x: Arg, items: list[Item], value: Any) -> Rule | None:
     """Ints, slices and ``None``s."""
     names = numbered("d", x.ndim)
     out: list[str] = []
@@ -506,7 +506,15 @@ def scatter_reduce(
     if reduce == "sum" and include_self:
         return _elementwise_along(input, dim, index, src, True)
     made = _elementwise_along(input, dim, index, src, False)
-    return None if made is None else replace(made, linear=(), addends=frozenset())
+    return _reduced(made, input, reduce, include_self)
+
+
+def _reduced(made: Rule | None, x: Arg, reduce: Any, include_self: bool) -> Rule | None:
+    """A product is linear in what it is multiplied into; what else is reduced is not."""
+    if made is None:
+        return None
+    linear = (frozenset([x]),) if reduce == "prod" and include_self else ()
+    return replace(made, linear=linear, addends=frozenset())
 
 
 def index_reduce(
@@ -520,7 +528,7 @@ def index_reduce(
 ) -> Rule | None:
     """Rows reduced by positions."""
     made = _by_vector(input, dim, index, source, False)
-    return None if made is None else replace(made, linear=(), addends=frozenset())
+    return _reduced(made, input, reduce, include_self)
 
 
 _register("index_add", index_add, _added_in_place(index_add))
@@ -530,49 +538,3 @@ _register("scatter", scatter)
 _register("scatter_add", scatter_add, _added_in_place(scatter_add))
 _register("scatter_reduce", scatter_reduce, _added_in_place(scatter_reduce))
 _register("index_reduce", index_reduce)
-
-
-# -- a part replaced, without writing --------------------------------------------------------------
-def _replaced(x: Any, src: Any, items: list[Item] | None) -> Rule | None:
-    if not isinstance(x, Arg) or not isinstance(src, Arg) or items is None:
-        return None
-    made = _written_rows(x, items, src)
-    if made is None:
-        return None
-
-    def local(ctx: Any, x: Tensor, src: Tensor, *_: Any, **__: Any) -> Tensor:
-        out = x.clone()
-        write_rows(ctx, out, items, src)
-        return out
-
-    addends = frozenset([x, src]) if made.linear else frozenset()
-    return Rule(
-        made.ins,
-        made.outs,
-        special=made.special,
-        local=local,
-        linear=made.linear,
-        addends=addends,
-    )
-
-
-@rule("slice_scatter", "aten.slice_scatter")
-def slice_scatter(
-    input: Any, src: Any, dim: Any = 0, start: Any = None, end: Any = None, step: Any = 1
-) -> Rule | None:
-    """A copy with a slice replaced."""
-    at = one_dim(dim, input.ndim)
-    if at is None or not input.ndim:
-        return None
-    return _replaced(
-        input, src, parse(input.shape, (*[slice(None)] * at, slice(start, end, step)))
-    )
-
-
-@rule("select_scatter", "aten.select_scatter")
-def select_scatter(input: Any, src: Any, dim: Any, index: Any) -> Rule | None:
-    """A copy with a row replaced."""
-    at = one_dim(dim, input.ndim)
-    if at is None or not input.ndim or type(index) is not int:
-        return None
-    return _replaced(input, src, parse(input.shape, (*[slice(None)] * at, index)))

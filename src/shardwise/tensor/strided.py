@@ -34,7 +34,7 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fresh(x)
     layout = x._spec.layout
     whole = x
-    if not layout.is_replicated:
+    if any(layout.dims):
         seen = _as_slices(x, size, stride, offset or 0)
         if seen is not None:
             return seen
@@ -45,13 +45,15 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         whole = x.redistribute(placements=layout.replicated())
     seen = torch.as_strided(whole._local, size, stride, offset)
-    out = wrap(
-        seen,
-        spec_of(
-            Layout.of(layout.mesh, None, seen.shape, seen.stride(), seen.dtype),
-            x._spec.transport,
-        ),
+    shown = Layout(  # of a pending sum the addends, without a move
+        layout.mesh,
+        ((),) * seen.ndim,
+        whole._spec.layout.partial,
+        tuple(seen.shape),
+        tuple(seen.stride()),
+        seen.dtype,
     )
+    out = wrap(seen, spec_of(shown, x._spec.transport))
     if whole is not x or "_view_of" in x.__dict__:
         mark_copy(out, 0, x, func, args, kwargs)
     return out
