@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import Partial, Replicate
+from shardwise import Partial, Replicate, Shard
 from shardwise.testing import bytes_moved, sweep
 
 G = torch.Generator().manual_seed(5)
@@ -115,7 +115,7 @@ CASES = {
     "rms_norm": (lambda x, w: F.rms_norm(x, (6,), w), [X, W], [1]),
     "where": (lambda m, x, y: torch.where(m, x, y), [MASK, X, B], [1, 2]),
     "where one is whole": (lambda m, x, y: torch.where(m, x, y), [MASK, X, W], [1]),
-    "where the other is whole": (lambda x, m, y: x.where(m, y), [X, MASK, B[:1]], [2]),
+    "where the other is whole": (lambda x, m, y: x.where(m, y), [X[:1], MASK, B], [2]),
     "masked sum": (lambda x, m: torch.masked.sum(x, 0, mask=m.expand_as(x)), [X, MASK], [0]),
     "masked mean": (lambda x, m: torch.masked.mean(x, 0, mask=m.expand_as(x)), [X, MASK], [0]),
     "add of other shapes": (torch.add, [X, W], [0, 1]),
@@ -145,6 +145,8 @@ CASES = {
         [0],
     ),
     "masked_scatter of all": (torch.masked_scatter, [X, torch.tensor(True), B], [0, 2]),
+    "put": (torch.put, [X, IDS, rand(2, 3)], [0, 2]),
+    "put, adding": (lambda x, i, s: x.put(i, s, True), [X, IDS, rand(2, 3)], [0]),
     "diagonal_scatter": (torch.diagonal_scatter, [X, rand(4)], [0, 1]),
     "as_strided": (lambda x: torch.as_strided(x, (2, 3), (3, 1), 2), [X], [0]),
     "as_strided_copy": (lambda x: torch.as_strided_copy(x, (2, 3), (1, 2)), [X], [0]),
@@ -189,6 +191,18 @@ def test_weights_that_a_mean_divides_by_are_settled(fn):
     combo = ((Replicate(),), (Replicate(),), (Partial(),))
     assert bytes_moved(fn, tensors, (2,), combo) > 0
     assert not sweep(fn, *tensors, meshes=[(2,)])
+
+
+def test_a_small_pending_sum_is_settled_before_it_is_spread_out():
+    combo = ((Replicate(),), (Partial(),), (Replicate(),))
+    assert bytes_moved(torch.where, [MASK, X[:1, 0], X], (2,), combo) == 2 * 8
+
+
+def test_what_is_put_may_be_cut():
+    put = [X, torch.arange(5), rand(5)]
+    assert not sweep(lambda x, i, s: x.put(i, s, True), *put, meshes=[(4,)])
+    combo = ((Replicate(),), (Shard(0),), (Shard(0),))
+    assert bytes_moved(lambda x, i, s: x.put(i, s, True), put, (2,), combo) == 0
 
 
 def test_a_choice_leaves_out_what_is_not_finite():

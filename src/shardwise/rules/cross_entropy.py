@@ -303,6 +303,7 @@ def nll_loss_forward(
         ins,
         (out, ()),
         special=frozenset(labels[0]),
+        linear=() if weight is None or how == "mean" else (frozenset([weight]),),
         local=local,
         out_shapes=(shape if out else (), ()),
     )

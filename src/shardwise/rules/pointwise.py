@@ -95,9 +95,13 @@ def choice(*args: Any, **kwargs: Any) -> Rule:
     """
     operands = tensor_operands(args, kwargs)
     values = frozenset(a for a in operands if a.dtype.is_floating_point or a.dtype.is_complex)
-    if len(values) != 2 or len(operands) != 3:
-        return elementwise(operands)
-    return replace(elementwise(operands, (values,)), addends=values)
+    made = elementwise(operands)
+    pending = [a for a in values if any(a.layout.partial)]
+    if len(values) != 2 or len(operands) != 3 or not pending:
+        return made
+    if len(pending) == 1 and (pending[0].shape,) != made.out_shapes:
+        return made  # it is smaller than the result, so it is settled for less
+    return replace(made, linear=(values,), addends=values)
 
 
 def lerp(input: Arg, end: Any, weight: Any) -> Rule | None:

@@ -303,6 +303,25 @@ for _f in (torch.index_put_, _T.index_put_, torch.ops.aten.index_put_.default):
     rule(_f, inplace=True)(index_put_)
 
 
+@rule("put", "aten.put")
+def put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Rule | None:
+    """Elements of the flat tensor, which is whole, replaced or added to; then what is added may be cut."""
+    if not isinstance(index, Arg) or not isinstance(source, Arg) or input.dtype != source.dtype:
+        return None
+    if index.shape != source.shape:
+        return None
+    names = (WHOLE,) * input.ndim
+    positions = numbered("i", index.ndim) if accumulate else (WHOLE,) * index.ndim
+    both = frozenset([input, source])
+    return Rule(
+        {input: names, index: positions, source: positions},
+        (names,),
+        linear=(both,),
+        addends=both,
+        out_shapes=(input.shape,),
+    )
+
+
 # -- along one dim ---------------------------------------------------------------------------------
 Write = Callable[[Tensor, Tensor], Tensor]  # (wide piece, positions in it) -> written
 
