@@ -363,6 +363,10 @@ def left_to_outer_backward(callback: Any) -> bool:
     return True
 
 
+# Many copies in one call.
+copy_all: Any = torch._foreach_copy_
+
+
 def storage_users(x: torch.Tensor) -> int:
     """How many tensors share the memory of ``x``, itself included."""
     storage = x.untyped_storage()

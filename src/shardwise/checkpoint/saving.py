@@ -14,15 +14,13 @@ A job may die at any point: the target is there, whole, or it is not there, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-import io
 import json
-import math
 import os
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 import time
 from typing import Any
 from uuid import uuid4
@@ -45,6 +43,7 @@ from shardwise.checkpoint.records import (
     TensorEntry,
     blocks_of,
 )
+from shardwise.checkpoint.staging import Plan, Staging, has_pending, make_plan, share
 from shardwise.checkpoint.storage import (
     METADATA,
     SIDECAR,
@@ -59,11 +58,11 @@ from shardwise.checkpoint.sums import as_bytes, checksum
 from shardwise.checkpoint.world import (
     Slot,
     Spread,
+    all_slots,
+    digest_of,
     slots_of,
     some,
-    spreads,
     tell,
-    ties,
     together,
 )
 from shardwise.comm.execute import mover
@@ -74,7 +73,11 @@ from shardwise.layout.layout import Layout
 from shardwise.program.spec import spec_of
 from shardwise.tensor.dtensor import DTensor, wrap
 
-_PENDING = "checkpoint_being_saved"
+_PENDING, _PLAN, _STAGING = (
+    "checkpoint_being_saved",
+    "checkpoint_plan",
+    "checkpoint_staging",
+)  # what is kept between saves
 _POLL_S = 0.02
 
 
@@ -89,7 +92,7 @@ class _Job:
     keep: int | None
     overwrite: bool
     pieces: list[tuple[str, Box, Tensor]]  # what this rank writes
-    objects: dict[str, bytes]
+    objects: dict[str, Callable[[], bytes]]
     spread: dict[str, Spread]
     tied: dict[str, str]
     paths: dict[str, KeyPath] = field(default_factory=dict)
@@ -187,17 +190,16 @@ def async_save(
         PosixPath('runs/a/step-00000100')
     """
     job = _prepare(state, path, step, keep, overwrite)
-    copies: list[tuple[str, Box, Tensor]] = []
-    for key, box, piece in job.pieces:
-        host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda)
-        copies.append((key, box, host.copy_(piece, non_blocking=True)))
-    if any(piece.is_cuda for _, _, piece in job.pieces):
-        torch.cuda.synchronize()
-    job.pieces = copies
+    saving = Saving(job, timeout_s)
+    staging: Staging = job.transport.state.setdefault(_STAGING, Staging())
+    copies, error = attempt(
+        lambda: staging.copies([piece for _, _, piece in job.pieces]), str(job.target)
+    )
+    job.pieces = [(key, box, copy) for (key, box, _), copy in zip(job.pieces, copies or ())]
     ranks = tuple(range(job.transport.world_size))
     job.transport.barrier(ranks)  # no rank's writing slows down another's copying
-    saving = Saving(job, timeout_s)
     job.transport.state[_PENDING] = saving
+    saving._begin(error)
     if job.transport.name == "threads":
         # One virtual rank runs at a time: all must have begun before one waits for the end.
         job.transport.barrier(ranks)
@@ -211,10 +213,16 @@ class Saving:
         self._job, self._timeout_s = job, timeout_s
         self._error: str = ""
         self._told = False
+        self._go = Event()
         self._thread = Thread(
             target=copy_context().run, args=(self._run,), name="shardwise.checkpoint"
         )
         self._thread.start()
+
+    def _begin(self, error: str = "") -> None:
+        """The copies are made; or they could not be. The thread has started before: that may take a while."""
+        self._error = error
+        self._go.set()
 
     def done(self) -> bool:
         """Whether it has come to its end, well or not."""
@@ -243,9 +251,12 @@ class Saving:
         return "" if told else self._error
 
     def _run(self) -> None:
+        self._go.wait()
         job = self._job
-        rank = job.transport.rank
-        part, error = attempt(lambda: _write(job), str(job.folder))
+        rank, error = job.transport.rank, self._error
+        part = None
+        if not error:
+            part, error = attempt(lambda: _write(job), str(job.folder))
         job.pieces, job.objects = [], {}
         note = json.dumps({"error": error, "part": None if part is None else _as_json(part)})
         _, failed = attempt(lambda: _leave_note(job, f"part-{rank}", note), str(job.folder))
@@ -319,35 +330,62 @@ def _prepare(
     prepared, error = attempt(lambda: _look(state, keep, step), "the state")
     error = f"the save before this one failed: {unheard}" if unheard else error
     flat, paths = prepared if prepared is not None else ({}, {})
-    together_now = tell(transport, slots_of(flat), error)
-    flat = {key: settled(value) for key, value in flat.items()}
-    world = together_now
-    if any(s.layout is not None and s.layout.is_partial for slots in world for s in slots):
-        world = tell(transport, slots_of(flat), "")
-    spread, tied = spreads(world), ties(world)
+    mine = slots_of(flat)
+    known: Plan | None = transport.state.get(_PLAN)
+    digest = known.digests[transport.rank] if known and known.mine == mine else digest_of(mine)
     target = Path(path) if step is None else series.step_folder(path, step)
     save_id = uuid4().hex
     folder = target.parent / f".tmp-{target.name}-{save_id[:12]}"
-    _, error = attempt(
-        lambda: _open(target, folder, overwrite) if transport.rank == 0 else None, str(target)
-    )
-    chosen = together(transport, error, (str(folder), save_id))[0]
+    opened = transport.rank == 0 and not error
+    if opened:
+        _, error = attempt(lambda: _open(target, folder, overwrite), str(target))
+    try:
+        told = together(transport, error, (digest, str(folder), save_id))
+    except CheckpointError:
+        if opened and not error:
+            remove_folder(folder)
+        raise
+    digests = tuple(d for d, _, _ in told)
+    try:
+        plan, flat = _planned(transport, mine, digests, flat)
+    except CheckpointError:  # on all ranks
+        if opened:
+            remove_folder(folder)
+        raise
     job = _Job(
         transport,
         target,
-        Path(chosen[0]),
-        chosen[1],
+        Path(told[0][1]),
+        told[0][2],
         keep,
         overwrite,
-        [],
-        {},
-        spread,
-        tied,
+        *share(plan, flat),
+        plan.spread,
+        plan.tied,
         paths,
     )
     phase("planned", job.folder)
-    _share(job, flat, world)
     return job
+
+
+def _planned(
+    transport: Transport, mine: list[Slot], digests: tuple[bytes, ...], flat: dict[str, Any]
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan, that of the save before where nothing has changed, and the state without pending sums."""
+    plan: Plan | None = transport.state.get(_PLAN)
+    if plan is not None and plan.digests == digests:
+        return plan, _settled_all(flat) if plan.pending else flat
+    world = all_slots(transport, mine, digests)
+    pending = has_pending(world)
+    if pending:
+        flat = _settled_all(flat)
+        world = tell(transport, slots_of(flat), "")
+    plan = transport.state[_PLAN] = make_plan(mine, digests, world, transport.rank, pending)
+    return plan, flat
+
+
+def _settled_all(flat: dict[str, Any]) -> dict[str, Any]:
+    return {key: settled(value) for key, value in flat.items()}
 
 
 def _look(state: Mapping[str, Any], keep: int | None, step: int | None) -> Any:
@@ -391,34 +429,6 @@ def _open(target: Path, folder: Path, overwrite: bool) -> None:
     folder.mkdir()
 
 
-def _share(job: _Job, flat: Mapping[str, Any], world: list[list[Slot]]) -> None:
-    """Decide who writes what, and take this rank's share."""
-    load = [0] * len(world)
-    rank = job.transport.rank
-    for key, spread in job.spread.items():
-        if key in job.tied:
-            continue
-        for box, ranks in spread.boxes.items():
-            writer = min(ranks, key=lambda r: (load[r], r))
-            load[writer] += math.prod(box[1]) * spread.dtype.itemsize
-            if writer == rank:
-                value = flat[key]
-                local = value._local if isinstance(value, DTensor) else value
-                job.pieces.append((key, box, local.detach()))
-            if 0 in spread.shape:
-                break
-    first: dict[str, int] = {}
-    for holder, slots in enumerate(world):
-        for slot in slots:
-            if slot.dtype is None:
-                first.setdefault(slot.key, holder)
-    for key, holder in first.items():
-        if holder == rank:
-            buffer = io.BytesIO()
-            torch.save(flat[key], buffer)
-            job.objects[key] = buffer.getvalue()
-
-
 @dataclass(slots=True)
 class _Part:
     """What one rank has written."""
@@ -440,7 +450,8 @@ def _write(job: _Job) -> _Part:
         return _Part("", 0, chunks, objects, job.paths)
     writer = Writer(job.folder / name)
     try:
-        for key, data in job.objects.items():
+        for key, pickled in job.objects.items():
+            data = pickled()
             item = Item(name, writer.position, len(data))
             writer.write(data)
             objects[key] = ObjectEntry(item, checksum(_bytes(data)))

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 _ROW = 1024
+_PART, _FOLD = (
+    64,
+    8,
+)  # rows that stay in the cache for both sums; how many are added up at a time
 
 
 def checksum(data: Tensor) -> str:
@@ -24,11 +28,23 @@ def checksum(data: Tensor) -> str:
         main = data[:whole]
         if main.storage_offset() % 8 or main.data_ptr() % 8:
             main = main.clone()
-        rows = main.view(torch.int64).view(-1, _ROW)
-        hashed.update(rows.sum(0).numpy().tobytes())
-        hashed.update(rows.sum(1).numpy().tobytes())
+        columns, rows = _sums(main.view(torch.int64).view(-1, _ROW))
+        hashed.update(columns.numpy().tobytes())
+        hashed.update(rows.numpy().tobytes())
     hashed.update(data[whole:].numpy().tobytes())
     return hashed.hexdigest()
+
+
+def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of all columns and of all rows, in about one reading of the memory."""
+    whole = len(rows) // _PART * _PART
+    columns = torch.zeros((_PART // _FOLD, _ROW), dtype=torch.int64)
+    lines = []
+    for part in rows[:whole].split(_PART) if whole else ():
+        columns += part.view(_FOLD, -1, _ROW).sum(0)
+        lines.append(part.sum(1))
+    rest = rows[whole:]
+    return columns.sum(0).add_(rest.sum(0)), torch.cat([*lines, rest.sum(1)])
 
 
 def as_bytes(x: Tensor) -> Tensor:

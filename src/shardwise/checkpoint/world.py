@@ -109,16 +109,24 @@ def tell(transport: Transport, mine: list[Slot], error: str) -> list[list[Slot]]
     Raises:
         CheckpointError: On all ranks, if one has an error to report.
     """
-    ranks = tuple(range(transport.world_size))
-    if len(ranks) == 1 and not error:
+    if transport.world_size == 1 and not error:
         return [mine]
-    text = "\n".join(slot.digest() for slot in mine)
-    digest = blake2b(text.encode(), digest_size=16).digest()
-    everyone = transport.all_gather_object((digest, error), ranks)
-    raise_together([e for _, e in everyone])
-    if all(d == digest for d, _ in everyone):
-        return [mine] * len(ranks)
-    return transport.all_gather_object(mine, ranks)
+    return all_slots(transport, mine, tuple(together(transport, error, digest_of(mine))))
+
+
+def digest_of(slots: list[Slot]) -> bytes:
+    """The same on ranks that hold the same."""
+    text = "\n".join(slot.digest() for slot in slots)
+    return blake2b(text.encode(), digest_size=16).digest()
+
+
+def all_slots(
+    transport: Transport, mine: list[Slot], digests: tuple[bytes, ...]
+) -> list[list[Slot]]:
+    """Every rank's slots, by rank, when the digests of all are known."""
+    if len(set(digests)) == 1:
+        return [mine] * len(digests)
+    return transport.all_gather_object(mine, tuple(range(transport.world_size)))
 
 
 def together(transport: Transport, error: str, value: Any = None) -> list[Any]:
