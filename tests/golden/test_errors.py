@@ -239,7 +239,8 @@ def test_pieces_that_contradict_each_other() -> None:
         """\
 LayoutError: the pieces contradict each other: rank 0 gave shape (1,); of a tensor of shape (4,) its piece would be (2,) (pieces are cut as torch.chunk cuts).
   in     DTensor.from_local(local: f32[*] plain, device_mesh: (dp=2, tp=2) over ranks 0-3, placements: [Shard(dim=0), Replicate()])
-  at     train.py:31""",
+  at     train.py:31
+  try    - Shard(dim, sizes=...): what each rank holds""",
     )
 
 

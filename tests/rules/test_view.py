@@ -316,3 +316,36 @@ def test_aten_forms() -> None:
         )
 
     assert not sweep(twice(forms), rand(4, 6), meshes=((4,),), extra=1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape", "placement"),
+    [
+        (lambda x: x.flatten(), (5, 5, 5), S(0)),
+        (lambda x: x.view(5, 25).reshape(-1), (5, 5, 5), S(0)),
+        (lambda x: x.flatten(1), (3, 5, 4), S(1)),
+        (lambda x: x.unflatten(1, (5, 3)), (2, 15), S(1, unit=3)),
+        (lambda x: x.view(2, 5, 3).transpose(0, 1), (2, 15), S(1, sizes=(3, 12))),
+        (lambda x: x.ravel() + 1, (5, 4), S(0, owner=1)),
+    ],
+)
+def test_dims_merge_and_split_where_pieces_end_between_rows(fn, shape, placement):
+    assert bytes_moved(fn, [rand(*shape)], (2,), ((placement,),)) == 0
+    assert not sweep(fn, rand(*shape))
+    assert not sweep(fn, rand(*shape), chosen=True)
+
+
+def test_a_flattened_uneven_dim_is_cut_in_units():
+    def check(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(rand(5, 5, 5), mesh, [S(0)])
+        flat = x.flatten()
+        assert flat.placements == (S(0, sizes=(75, 50)),)
+        assert flat.layout is distribute_tensor(rand(125), mesh, [S(0, unit=25)]).layout
+        assert flat.view(5, 25).layout is x.view(5, 25).layout
+        assert flat.view(25, 5).placements == (S(0, sizes=(15, 10)),)
+        with CommLog() as log:
+            flat.view(125, 1)
+        assert log.bytes == 0
+
+    simulate(check, 2)

@@ -8,7 +8,6 @@ Local re-cuts are plain functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-import itertools
 import math
 from typing import Any
 
@@ -17,9 +16,7 @@ from torch import Tensor
 
 from shardwise.comm.one_shot import NEUTRAL, OneShot, Packed, exchange, neutral
 from shardwise.comm.transport import Handle, Transport
-from shardwise.layout import boxes
-from shardwise.layout.layout import Layout
-from shardwise.route.moves import Move
+from shardwise.route.moves import Move, group_sizes
 
 Step = Callable[[Tensor], Tensor]
 
@@ -123,21 +120,9 @@ def compile_move(move: Move, coord: tuple[int, ...], transport: Transport) -> St
             return OneShot(move.exchange, ranks, transport, tag)
 
 
-def _sizes(move: Move, cut: Layout, coord: Any) -> list[int]:
-    """Sizes along the dim of the members' pieces, in group order, which is that of the pieces."""
-    mesh, dim = move.src.mesh, move.dim
-    axes = cut.dims[dim]
-    shape = [mesh.shape[a] for a in axes]
-    kept = [coord[a] for a in axes[: len(axes) - len(move.axes)]]
-    return [
-        boxes.nested(cut.shape[dim], shape, (*kept, *at))[1]
-        for at in itertools.product(*(range(mesh.shape[a]) for a in move.axes))
-    ]
-
-
 def _all_gather(move: Move, coord: Any, place: int) -> tuple[Step | None, Step]:
     dim = move.dim
-    if move.src.is_even_dim(dim) or len(set(sizes := _sizes(move, move.src, coord))) == 1:
+    if move.src.is_even_dim(dim) or len(set(sizes := group_sizes(move, move.src, coord))) == 1:
         if dim == 0:
             return None, lambda got: got.flatten(0, 1)
         # flatten may be a view
@@ -162,7 +147,7 @@ def _all_gather(move: Move, coord: Any, place: int) -> tuple[Step | None, Step]:
 def _reduce_scatter(move: Move, coord: Any, place: int) -> tuple[Step, Step | None]:
     dim = move.dim
     n = math.prod(move.src.mesh.shape[a] for a in move.axes)
-    if move.dst.is_even_dim(dim) or len(set(sizes := _sizes(move, move.dst, coord))) == 1:
+    if move.dst.is_even_dim(dim) or len(set(sizes := group_sizes(move, move.dst, coord))) == 1:
         mine = move.dst.box(coord)[1][dim]
         if dim == 0:
             return lambda x: x.contiguous().unflatten(0, (n, mine)), None

@@ -2,14 +2,18 @@
 
 A dim of ``n`` elements cut over one axis of ``k`` ranks is cut as ``torch.chunk`` cuts: pieces of
 ``ceil(n / k)``, the last ones shorter or empty. Several axes cut one after the other, major to minor.
+A ``Cut`` has the sizes of its pieces with it.
 
 Invariant: the boxes of all ranks tile the tensor exactly.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 import itertools
+
+from shardwise.layout.cut import Cut
 
 Range = tuple[int, int]  # offset, size
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -31,6 +35,33 @@ def nested(n: int, sizes: Sequence[int], coords: Sequence[int]) -> Range:
     return offset, n
 
 
+def piece(
+    n: int, axes: tuple[int, ...], mesh_shape: Sequence[int], coord: Sequence[int]
+) -> Range:
+    """Offset and size of the piece of a dim at a coordinate; ``axes`` is the dim's entry in a layout."""
+    if isinstance(axes, Cut):
+        at = 0
+        for a in axes:
+            at = at * mesh_shape[a] + coord[a]
+        return axes.starts[at], axes.sizes[at]
+    return nested(n, [mesh_shape[a] for a in axes], [coord[a] for a in axes])
+
+
+def pieces(n: int, axes: tuple[int, ...], mesh_shape: Sequence[int]) -> list[Range]:
+    """All pieces of a dim, the coordinate on the last of its axes running fastest."""
+    if isinstance(axes, Cut):
+        return list(zip(axes.starts, axes.sizes))
+    out: list[Range] = [(0, n)]
+    for a in axes:
+        k = mesh_shape[a]
+        out = [
+            (base + start, m)
+            for base, size in out
+            for start, m in (chunk(size, k, i) for i in range(k))
+        ]
+    return out
+
+
 def box(
     shape: Sequence[int],
     dims: Sequence[tuple[int, ...]],
@@ -41,7 +72,7 @@ def box(
     offsets, sizes = [], []
     for n, axes in zip(shape, dims):
         if axes:
-            start, n = nested(n, [mesh_shape[a] for a in axes], [coord[a] for a in axes])
+            start, n = piece(n, axes, mesh_shape, coord)
             offsets.append(start)
         else:
             offsets.append(0)
@@ -74,6 +105,28 @@ def touching(
         offset, size = chunk(n, sizes[0], i)
         for rest, overlap in touching(size, sizes[1:], wanted, base + offset):
             yield (i, *rest), overlap
+
+
+def meeting(
+    n: int, axes: tuple[int, ...], mesh_shape: Sequence[int], wanted: Range
+) -> Iterator[tuple[tuple[int, ...], Range]]:
+    """``touching`` for a dim's entry in a layout: coordinates on its axes, each with the overlap."""
+    sizes = [mesh_shape[a] for a in axes]
+    if not isinstance(axes, Cut):
+        yield from touching(n, sizes, wanted)
+        return
+    end = wanted[0] + wanted[1]
+    at = max(0, bisect_right(axes.starts, wanted[0]) - 1)
+    while at < len(axes.starts) and axes.starts[at] < end:
+        low = max(wanted[0], axes.starts[at])
+        high = min(end, axes.starts[at] + axes.sizes[at])
+        if low < high:
+            coord, rest = [], at
+            for k in reversed(sizes):
+                coord.append(rest % k)
+                rest //= k
+            yield tuple(reversed(coord)), (low, high - low)
+        at += 1
 
 
 def is_even(n: int, sizes: Sequence[int]) -> bool:

@@ -5,6 +5,7 @@ Invariants:
     2. Layouts are interned: equal values are the same object, so they are compared by identity.
     3. An axis does one thing to a tensor: it shards one dim, or it has a pending reduction, or neither.
     4. The axes that shard a dim are ordered, major to minor; placements and specs are notations for it.
+    5. The sizes of a dim's pieces, where they are not torch.chunk's, are part of its entry in ``dims`` (a ``Cut``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import boxes
+from shardwise.layout.cut import Cut, chunks, cut, plain, renumbered
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard, as_placement
 
@@ -31,7 +33,7 @@ class Layout:
 
     Attributes:
         mesh: The mesh.
-        dims: For each tensor dim the mesh axes that shard it, major to minor.
+        dims: For each tensor dim the mesh axes that shard it, major to minor; a ``Cut`` where at chosen sizes.
         partial: For each mesh axis the pending reduction, or None.
         shape: Global shape.
         stride: Global stride, in elements.
@@ -85,6 +87,9 @@ class Layout:
         self._relatives = {}
         assert len(dims) == len(shape) == len(stride), "one entry per tensor dim"
         assert len(partial) == mesh.ndim, "one entry per mesh axis"
+        for n, axes in zip(shape, dims):
+            if isinstance(axes, Cut) and axes.total != n:
+                raise LayoutError(f"pieces of {axes.sizes} are not those of a dim of {n}.")
         _INTERNED[key] = self
         return self
 
@@ -111,7 +116,7 @@ class Layout:
         """
         shape = tuple(shape)
         stride = boxes.contiguous_stride(shape) if stride is None else tuple(stride)
-        dims, partial = parse(mesh, placements, len(shape))
+        dims, partial = parse(mesh, placements, shape)
         return cls(mesh, dims, partial, shape, stride, dtype)
 
     @property
@@ -122,9 +127,13 @@ class Layout:
                 Replicate() if op is None else Partial(op) for op in self.partial
             ]
             for dim, axes in enumerate(self.dims):
-                plain = list(axes) == sorted(axes)
+                in_order = list(axes) == sorted(axes)
+                sizes = _levels(axes, self.mesh.shape)
                 for k, axis in enumerate(axes):
-                    out[axis] = Shard(dim) if plain else Shard(dim, order=k)
+                    order = None if in_order else k
+                    out[axis] = (
+                        Shard(dim, order, sizes=sizes[k]) if sizes else Shard(dim, order)
+                    )
             self._placements = tuple(out)
         return self._placements
 
@@ -189,20 +198,38 @@ class Layout:
 
     def is_even_dim(self, dim: int) -> bool:
         """Whether all ranks hold equally much of a dim."""
-        return boxes.is_even(self.shape[dim], [self.mesh.shape[a] for a in self.dims[dim]])
+        axes = self.dims[dim]
+        if isinstance(axes, Cut):
+            return len(set(axes.sizes)) == 1
+        return boxes.is_even(self.shape[dim], [self.mesh.shape[a] for a in axes])
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether a dim is cut otherwise than ``torch.chunk`` cuts."""
+        return any(isinstance(axes, Cut) for axes in self.dims)
 
     def has_empty(self) -> bool:
-        """Whether some rank holds nothing although the tensor has elements."""
-        for n, axes in zip(self.shape, self.dims):
-            sizes = [self.mesh.shape[a] for a in axes]
-            if axes and boxes.nested(n, sizes, [k - 1 for k in sizes])[1] == 0:
-                return True
-        return False
+        """Whether some rank holds nothing of a cut dim, or would if it were cut as ``torch.chunk`` cuts."""
+        return any(self.may_be_empty(dim) for dim, axes in enumerate(self.dims) if axes)
+
+    def may_be_empty(self, dim: int) -> bool:
+        """Whether some rank holds nothing of a dim, or would if it were cut as ``torch.chunk`` cuts."""
+        axes = self.dims[dim]
+        if isinstance(axes, Cut) and 0 in axes.sizes:
+            return True
+        sizes = [self.mesh.shape[a] for a in axes]
+        return boxes.nested(self.shape[dim], sizes, [k - 1 for k in sizes])[1] == 0
 
     # -- relatives ---------------------------------------------------------------------------
     def with_placement(self, dims: Dims, partial: Partials) -> Layout:
         """The same tensor, placed otherwise."""
         return Layout(self.mesh, dims, partial, self.shape, self.stride, self.dtype)
+
+    def chunked(self) -> Layout:
+        """The same axes on the same dims, cut as ``torch.chunk`` cuts."""
+        if not self.is_sized:
+            return self
+        return self.with_placement(tuple(plain(axes) for axes in self.dims), self.partial)
 
     def with_tensor(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any
@@ -253,7 +280,7 @@ class Layout:
         partial: list[str | None] = [None] * mesh.ndim
         for a, op in zip(axes, self.partial):
             partial[a] = op
-        dims = tuple(tuple(axes[a] for a in dim) for dim in self.dims)
+        dims = tuple(renumbered(dim, axes.__getitem__) for dim in self.dims)
         return Layout(mesh, dims, tuple(partial), self.shape, self.stride, self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -289,12 +316,21 @@ class Layout:
     __repr__ = __str__
 
 
-def parse(mesh: Mesh, placements: Any, ndim: int) -> tuple[Dims, Partials]:
+def parse(
+    mesh: Mesh, placements: Any, shape: Sequence[int], *, sized: bool = True
+) -> tuple[Dims, Partials]:
     """Read placements, a per-dim spec or a layout into (axes per dim, pending reduction per axis).
 
+    Args:
+        mesh: The mesh.
+        placements: What a user gave.
+        shape: Global shape of the tensor.
+        sized: Read the sizes that placements choose; without, only the number of dims matters.
+
     Raises:
-        LayoutError: See ``Layout.of``.
+        LayoutError: See ``Layout.of``; sizes that are not those of the dim.
     """
+    ndim = len(shape)
     if placements is None:
         return ((),) * ndim, (None,) * mesh.ndim
     if isinstance(placements, Layout):
@@ -304,6 +340,11 @@ def parse(mesh: Mesh, placements: Any, ndim: int) -> tuple[Dims, Partials]:
             raise LayoutError(
                 f"the layout {placements} is of {placements.ndim} dims, the tensor has {ndim}."
             )
+        for n, axes in zip(shape, placements.dims):
+            if sized and isinstance(axes, Cut) and axes.total != n:
+                raise LayoutError(
+                    f"the layout {placements} has sizes for a dim of {axes.total}, not {n}."
+                )
         return placements.dims, placements.partial
     if isinstance(placements, (Placement, str)):
         placements = (placements,)
@@ -316,12 +357,14 @@ def parse(mesh: Mesh, placements: Any, ndim: int) -> tuple[Dims, Partials]:
     entries = tuple(placements)
     if entries and all(e is None or isinstance(e, (str, tuple, list)) for e in entries):
         return _parse_spec(mesh, entries, ndim)
-    return _parse_placements(mesh, tuple(as_placement(p) for p in entries), ndim)
+    given = tuple(as_placement(p) for p in entries)
+    return _parse_placements(mesh, given, tuple(shape), sized)
 
 
 def _parse_placements(
-    mesh: Mesh, entries: tuple[Placement, ...], ndim: int
+    mesh: Mesh, entries: tuple[Placement, ...], shape: tuple[int, ...], sized: bool
 ) -> tuple[Dims, Partials]:
+    ndim = len(shape)
     if len(entries) > mesh.ndim:
         said = ", ".join(map(str, entries))
         raise LayoutError(
@@ -329,6 +372,7 @@ def _parse_placements(
         )
     on_dim: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
     partial: list[str | None] = [None] * mesh.ndim
+    chosen: set[int] = set()
     for axis, p in enumerate(entries):
         if isinstance(p, Shard):
             if not -ndim <= p.dim < ndim:
@@ -337,6 +381,8 @@ def _parse_placements(
                 )
             dim = p.dim % ndim
             on_dim[dim].append((axis if p.order is None else p.order, axis))
+            if sized and p.is_sized:
+                chosen.add(dim)
         elif isinstance(p, Partial):
             partial[axis] = p.reduce_op
     kinds = {"sum" if op == "avg" else op for op in partial if op is not None}
@@ -345,7 +391,53 @@ def _parse_placements(
         raise LayoutError(
             f"pending reductions of different kinds do not commute: [{said}] has no one value."
         )
-    return tuple(tuple(axis for _, axis in sorted(found)) for found in on_dim), tuple(partial)
+    dims = [tuple(axis for _, axis in sorted(found)) for found in on_dim]
+    for dim in chosen:
+        dims[dim] = _sized(mesh, dims[dim], entries, shape[dim])
+    return tuple(dims), tuple(partial)
+
+
+def _sized(
+    mesh: Mesh, axes: tuple[int, ...], entries: tuple[Placement, ...], n: int
+) -> tuple[int, ...]:
+    """The cut of a dim over some axes, each of which cuts the pieces of the one before."""
+    sizes = [n]
+    for axis in axes:
+        p, k = entries[axis], mesh.shape[axis]
+        assert isinstance(p, Shard), "the axis cuts the dim"
+        where = f"{p!r} on mesh axis {mesh.axis_name(axis)}"
+        if p.owner is not None:
+            if p.owner >= k:
+                raise LayoutError(f"{where}: it has {k} ranks.")
+            sizes = [m if i == p.owner else 0 for m in sizes for i in range(k)]
+        elif p.sizes is None:
+            sizes = [m for n in sizes for m in chunks(n, k, p.unit or 1)]
+        else:
+            given = p.sizes * len(sizes) if len(p.sizes) == k else p.sizes
+            made = [sum(given[i : i + k]) for i in range(0, len(given), k)]
+            if made != sizes or len(given) != k * len(sizes):
+                said = str(sizes[0]) if len(sizes) == 1 else f"pieces of {sizes}"
+                raise LayoutError(
+                    f"{where}: the sizes must be {k * len(sizes)}, one for each rank, and make {said}.",
+                    tries=[f"Shard({p.dim}, unit=n), which cuts in multiples of n elements"],
+                )
+            sizes = list(given)
+    return cut(axes, sizes, [mesh.shape[a] for a in axes])
+
+
+def _levels(axes: tuple[int, ...], ranks: Sequence[int]) -> list[tuple[int, ...] | None]:
+    """For each axis of a chosen cut what a placement says: sizes, or None where it cuts as ``torch.chunk``."""
+    if not isinstance(axes, Cut):
+        return []
+    out: list[tuple[int, ...] | None] = []
+    sizes = axes.sizes
+    for a in reversed(axes):
+        k = ranks[a]
+        before = tuple(sum(sizes[i : i + k]) for i in range(0, len(sizes), k))
+        as_torch = tuple(m for n in before for m in chunks(n, k)) == sizes
+        out.append(None if as_torch else sizes)
+        sizes = before
+    return out[::-1]
 
 
 def _parse_spec(mesh: Mesh, entries: tuple[Any, ...], ndim: int) -> tuple[Dims, Partials]:

@@ -17,7 +17,8 @@ from shardwise.comm.transport import Transport, current
 from shardwise.compat import direct_apply
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import boxes
-from shardwise.layout.layout import Layout
+from shardwise.layout.cut import renumbered
+from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Partial, Placement, Shard
 from shardwise.program.spec import spec_of
@@ -66,6 +67,16 @@ def placed(layout: Layout, mesh: Mesh, placement: Placement) -> Layout:
     if isinstance(placement, Shard):
         dim = _dim(placement, layout.ndim)
         dims[dim] = (*dims[dim], axis)
+        if placement.is_sized:
+            if len(dims[dim]) > 1:
+                raise LayoutError(
+                    f"{placement} on a dim of {layout} that other axes cut, too.",
+                    tries=["redistribute(), which takes all axes at once"],
+                )
+            (chosen,) = parse(
+                mesh, (Shard(0, **placement.chosen),), layout.shape[dim : dim + 1]
+            )[0]
+            dims[dim] = renumbered(chosen, lambda _: axis)
     elif isinstance(placement, Partial):
         partial[axis] = placement.reduce_op
     return layout.with_placement(tuple(dims), tuple(partial))
@@ -158,9 +169,10 @@ def plain_layout(
         dim = _dim(given, x.ndim)
         shape[dim] = sizes.get(dim - x.ndim, -1)
         if shape[dim] < 0:
-            shape[dim] = _total(x.shape[dim], mesh, transport)
+            shape[dim] = _total(x.shape[dim], mesh, given, transport)
         at = mesh.coordinate_of(transport.rank)
-        want = boxes.chunk(shape[dim], mesh.shape[0], at[0])[1] if at else x.shape[dim]
+        held = _pieces(shape[dim], mesh, given)
+        want = held[at[0]] if at else x.shape[dim]
         if want != x.shape[dim]:
             raise LayoutError(
                 f"a plain piece of shape {tuple(x.shape)} is taken as {given} of a whole of "
@@ -170,12 +182,18 @@ def plain_layout(
     return Layout.of(mesh, (given,), shape, None, x.dtype)
 
 
-def _total(size: int, mesh: Mesh, transport: Transport) -> int:
+def _pieces(n: int, mesh: Mesh, given: Shard) -> list[int]:
+    """What the ranks of a 1-D mesh hold of a dim."""
+    (axes,) = parse(mesh, (Shard(0, **given.chosen),), (n,))[0]
+    return [m for _, m in boxes.pieces(n, axes, mesh.shape)]
+
+
+def _total(size: int, mesh: Mesh, given: Shard, transport: Transport) -> int:
     """The global size of a dim of which every rank has a piece; all ranks raise if they make no whole."""
     everyone = transport.all_gather(torch.tensor(size), mesh.ranks, tag=mesh.axis_name(0))
     pieces: list[int] = everyone.tolist()
     total = sum(pieces)
-    if pieces != [boxes.chunk(total, len(pieces), i)[1] for i in range(len(pieces))]:
+    if pieces != _pieces(total, mesh, given):
         raise LayoutError(
             f"the ranks hold {pieces} of a dim; pieces are cut as torch.chunk cuts.",
             tries=["DTensor.redistribute, or distribute_tensor, cuts that way"],

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from shardwise.comm.transport import Transport
 from shardwise.compat import current_graph_task, left_to_outer_backward, queue_callback
 from shardwise.errors import GradientError, LayoutError, ShardError
+from shardwise.layout.cut import gathered, renumbered
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.parallel.buckets import is_reduced
@@ -247,7 +248,8 @@ def whole_layout(p: Piece, mesh: Mesh, key: Mesh | None) -> Layout | None:
     """
     layout: Layout = p.param._spec.layout
     own = layout.mesh
-    gathered = range(mesh.ndim)  # they come first on the joint mesh
+    own_axes = range(mesh.ndim)  # they come first on the joint mesh
+    dims = tuple(gathered(on_dim, own_axes, own.shape) for on_dim in layout.dims)
     if key is None:
         rest = own.shape[mesh.ndim :]
         if not rest:
@@ -257,18 +259,14 @@ def whole_layout(p: Piece, mesh: Mesh, key: Mesh | None) -> Layout | None:
         axes = tuple(range(mesh.ndim, own.ndim))
         names = None if own.names is None else own.names[mesh.ndim :]
         smaller = Mesh.of(own.device_type, rest, own.group_ranks(axes, tuple(coord)), names)
-        dims = tuple(
-            tuple(a - mesh.ndim for a in on_dim if a not in gathered) for on_dim in layout.dims
-        )
         return Layout(
             smaller,
-            dims,
+            tuple(renumbered(on_dim, lambda a: a - mesh.ndim) for on_dim in dims),
             layout.partial[mesh.ndim :],
             layout.shape,
             layout.stride,
             layout.dtype,
         )
-    dims = tuple(tuple(a for a in on_dim if a not in gathered) for on_dim in layout.dims)
     whole = layout.with_placement(dims, layout.partial)
     return whole if own == key else whole.on(key)
 

@@ -13,6 +13,7 @@ from shardwise.comm.meshes import as_mesh
 from shardwise.comm.transport import Transport, current
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import boxes
+from shardwise.layout.cut import renumbered, within
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Shard
@@ -236,8 +237,8 @@ def _layout(p: Tensor, dim: int, mesh: Mesh, axis: int, transport: Transport) ->
         return Layout(mesh, tuple(dims), (None,) * mesh.ndim, tuple(p.shape), stride, p.dtype)
     old: Layout = p.layout
     both = joint_mesh(mesh, old.mesh, transport)
-    shifted = [tuple(a + mesh.ndim for a in on_dim) for on_dim in old.dims]
-    shifted[dim] = (*shifted[dim], axis)
+    shifted = [renumbered(on_dim, lambda a: a + mesh.ndim) for on_dim in old.dims]
+    shifted[dim] = within(shifted[dim], axis, mesh.shape[axis])
     stride = boxes.contiguous_stride(old.shape)
     return Layout(both, tuple(shifted), (None,) * both.ndim, old.shape, stride, old.dtype)
 

@@ -236,11 +236,20 @@ def compile_rule(
     if rule is None:
         return None
     choice = decide(rule, operands, operands[0] if entry.inplace else None)
+    given = operands
+    if any(a.layout.is_sized for a in operands) and not _any_cut_will_do(entry, rule, choice):
+        if entry.inplace and operands[0].layout.is_sized:
+            return None
+        operands = [_chunked(a) for a in operands]
+        rule = entry.rule(*fill(args, operands), **fill(kwargs, operands))
+        if rule is None:
+            return None
+        choice = decide(rule, operands, operands[0] if entry.inplace else None)
     if choice is None or not _sizes_agree(rule, choice, operands):
         return None
     movers = tuple(
-        None if choice.ins[a] is a.layout else mover(a.layout, choice.ins[a], transport)
-        for a in operands
+        None if choice.ins[a] is g.layout else mover(g.layout, choice.ins[a], transport)
+        for a, g in zip(operands, given)
     )
     layouts = _out_layouts(rule, choice, func, operands, args, kwargs, transport, known)
     is_open = any(type(layout) is OpenSpec for layout in layouts)
@@ -273,6 +282,31 @@ def compile_rule(
         return None
     program.simple = not is_open and _suits_hot_path(program, args, kwargs)
     return program, layouts
+
+
+def _any_cut_will_do(entry: Entry, rule: Rule, choice: Choice | None) -> bool:
+    """Whether a rule is right for operands that are cut at chosen sizes.
+
+    It is where the op itself runs on the pieces, whose factors say all there is to know about them. Programs
+    of a rule must look at nothing but the layouts that they are given, as our own do.
+    """
+    if choice is None:
+        return True
+    programs = (choice.local and rule.local is not None) or rule.localize is not None
+    boxed = not entry.of_user if rule.boxed is None else rule.boxed
+    return choice.keeps_sizes and (boxed or not programs)
+
+
+def _chunked(arg: Arg) -> Arg:
+    """The argument as if it were cut as ``torch.chunk`` cuts: it will be moved so."""
+    return Arg(
+        arg.index,
+        arg.layout.chunked(),
+        plain=arg.plain,
+        requires_grad=arg.requires_grad,
+        is_leaf=arg.is_leaf,
+        device=arg.device,
+    )
 
 
 def _sizes_agree(rule: Rule, choice: Choice, operands: Sequence[Arg]) -> bool:

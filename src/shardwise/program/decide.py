@@ -8,9 +8,11 @@ nothing always does. The choice depends on global facts only, so all ranks choos
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 import math
 
+from shardwise.layout import boxes
+from shardwise.layout.cut import Cut, cut, plain
 from shardwise.layout.layout import Layout
 from shardwise.route.moves import piece_numel
 from shardwise.route.search import LATENCY_BYTES, LOCAL_COST_BYTES
@@ -43,12 +45,43 @@ class Choice:
         outs: For each result (axes per dim, pending reductions).
         axes: The mesh axes that shard each factor, major to minor.
         local: Whether the rule's local program must run.
+        keeps_sizes: Every factor that stays sharded, and that its largest operand has at chosen sizes, has
+            them in all operands and results.
     """
 
     ins: dict[Arg, Layout]
     outs: list[tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]]
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     local: bool = False
+    keeps_sizes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """How a factor is cut.
+
+    Attributes:
+        axes: The entry of the dim that it was taken from.
+        n: Size of that dim.
+        scaled: In dims of other sizes the cuts fall in proportion.
+    """
+
+    axes: tuple[int, ...]
+    n: int
+    scaled: bool
+
+    def at(self, n: int | None, ranks: Sequence[int]) -> tuple[int, ...] | None:
+        """The entry for a dim of ``n``; None if the cuts would not fall between rows."""
+        if n == self.n:
+            return self.axes
+        if not self.scaled or not n or not self.n:
+            return None if isinstance(self.axes, Cut) else self.axes
+        sizes: list[int] = []
+        for _, m in boxes.pieces(self.n, self.axes, ranks):
+            if m * n % self.n:
+                return None
+            sizes.append(m * n // self.n)
+        return cut(self.axes, sizes, [ranks[a] for a in self.axes])
 
 
 def decide(rule: Rule, args: Sequence[Arg], pinned: Arg | None = None) -> Choice | None:
@@ -64,6 +97,10 @@ def decide(rule: Rule, args: Sequence[Arg], pinned: Arg | None = None) -> Choice
         None if a pinned argument would have to move.
     """
     mesh = args[0].layout.mesh
+    free = _scalable(rule, args) if rule.scaled else frozenset()
+    if free:
+        given = rule
+        rule = replace(rule, divides={f: n for f, n in rule.divides.items() if f not in free})
     shards: dict[str, int] = {}
     options: list[Option] = []
     for axis in range(mesh.ndim):
@@ -72,20 +109,89 @@ def decide(rule: Rule, args: Sequence[Arg], pinned: Arg | None = None) -> Choice
             shards[f] = shards.get(f, 1) * mesh.shape[axis]
     axes = _orders(rule, args, options)
     choice = Choice({}, [], axes, any(f in rule.special for f in axes) or rule.always_local)
+    how = {f: _cut_like(rule, args, f, a, pinned, f in free) for f, a in axes.items()}
+    for f, pieces in how.items():
+        axes[f] = pieces.axes
+        if isinstance(pieces.axes, Cut) and rule.divides.get(f):
+            choice.keeps_sizes = False
+
+    def entry(name: str, n: int | None) -> tuple[int, ...]:
+        if (pieces := how.get(name)) is None:
+            return ()
+        found = pieces.at(n, mesh.shape)
+        # where a program runs, it makes the result's pieces, whichever
+        remade = rule.boxed is not False and name in rule.special
+        choice.keeps_sizes &= found is not None or remade
+        return plain(pieces.axes) if found is None else found
+
     for arg in args:
         names = rule.ins.get(arg, ())
-        dims = tuple(axes.get(name, ()) for name in names) if names else ((),) * arg.ndim
+        dims = tuple(map(entry, names, arg.shape)) if names else ((),) * arg.ndim
         partial = tuple(_pending(rule, arg, names, option) for option in options)
         choice.ins[arg] = arg.layout.with_placement(dims, partial)
-    for names in rule.outs:
-        dims = tuple(axes.get(name, ()) for name in names)
+    for i, names in enumerate(rule.outs):
+        dims = tuple(map(entry, names, _out_shape(rule, args, i)))
         partial = tuple(_left_pending(names, option) for option in options)
         choice.outs.append((dims, partial))
+    if free and not choice.keeps_sizes:
+        return decide(replace(given, scaled=frozenset()), args, pinned)
     if pinned is not None:
         kept = choice.ins[pinned] is pinned.layout
         if not kept or choice.outs[0] != (pinned.layout.dims, pinned.layout.partial):
             return None
     return choice
+
+
+def _out_shape(rule: Rule, args: Sequence[Arg], i: int) -> Sequence[int | None]:
+    """The sizes of a result's dims, as far as labels or the rule tell."""
+    if rule.out_shapes is not None:
+        return rule.out_shapes[i]
+    sizes: dict[str, int] = {}
+    for arg in args:
+        for name, n in zip(rule.ins.get(arg, ()), arg.shape):
+            sizes.setdefault(name, n)
+    return [sizes.get(name) for name in rule.outs[i]]
+
+
+def _scalable(rule: Rule, args: Sequence[Arg]) -> frozenset[str]:
+    """Factors whose dim is cut, as it is now, between whole rows of every operand and result."""
+    found: set[str] = set()
+    for arg in args:
+        ranks = arg.layout.mesh.shape
+        for name, n, axes in zip(rule.ins.get(arg, ()), arg.shape, arg.layout.dims):
+            if not axes or name not in rule.scaled:
+                continue
+            pieces = _Pieces(axes, n, True)
+            everywhere = [
+                pieces.at(m, ranks)
+                for names, shape in [
+                    *((rule.ins.get(a, ()), a.shape) for a in args),
+                    *((names, _out_shape(rule, args, i)) for i, names in enumerate(rule.outs)),
+                ]
+                for other, m in zip(names, shape)
+                if other == name
+            ]
+            if None not in everywhere:
+                found.add(name)
+    return frozenset(found)
+
+
+def _cut_like(
+    rule: Rule,
+    args: Sequence[Arg],
+    factor: str,
+    axes: tuple[int, ...],
+    pinned: Arg | None,
+    scaled: bool,
+) -> _Pieces:
+    """How a factor is cut: as the largest of the operands that have it over just these axes."""
+    best, most = _Pieces(axes, -1, False), -1.0
+    for arg in args:
+        size = math.inf if arg is pinned else arg.layout.numel
+        for name, n, on_dim in zip(rule.ins.get(arg, ()), arg.shape, arg.layout.dims):
+            if name == factor and plain(on_dim) == axes and size > most:
+                best, most = _Pieces(on_dim, n, scaled), size
+    return best
 
 
 def _left_pending(names: Labels, option: Option) -> str | None:

@@ -203,8 +203,8 @@ def _meeting(
     if dim == layout.ndim:
         yield ()
         return
-    sizes = [layout.mesh.shape[a] for a in layout.dims[dim]]
-    for here in boxes.touching(layout.shape[dim], sizes, (box[0][dim], box[1][dim])):
+    wanted, ranks = (box[0][dim], box[1][dim]), layout.mesh.shape
+    for here in boxes.meeting(layout.shape[dim], layout.dims[dim], ranks, wanted):
         for rest in _meeting(layout, box, dim + 1):
             yield (here, *rest)
 

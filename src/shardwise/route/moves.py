@@ -18,12 +18,15 @@ The first two pad uneven pieces to the largest; a one-shot move pads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+import itertools
 import math
 
 from shardwise.events import received_bytes
+from shardwise.layout import boxes
 from shardwise.layout.boxes import intersect
+from shardwise.layout.cut import Cut, plain
 from shardwise.layout.layout import Layout
 from shardwise.route.exchange import Exchange
 
@@ -69,6 +72,8 @@ def fold(move: Move) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...
     A route is well typed if folding it over its moves gives the target; the laws assert it.
     """
     dims, partial = [list(d) for d in move.src.dims], list(move.src.partial)
+    if move.src.is_sized or move.dst.is_sized:
+        return _fold_sized(move)
     match move.kind:
         case "all_gather":
             assert tuple(dims[move.dim][-len(move.axes) :]) == move.axes, (
@@ -107,14 +112,38 @@ def fold(move: Move) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...
     return tuple(map(tuple, dims)), tuple(partial)
 
 
+def _fold_sized(move: Move) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]:
+    """``fold`` where a dim is cut at chosen sizes: that cut is made and undone as a whole."""
+    src, dst = move.src, move.dst
+    dims, partial = fold(
+        Move(move.kind, src.chunked(), dst.chunked(), move.axes, move.dim, move.op)
+    )
+    assert dims == dst.chunked().dims, "a move does to axes what it does to plain ones"
+    changed = [d for d in range(src.ndim) if src.dims[d] != dst.dims[d]]
+    if move.kind != "one_shot":
+        assert changed in ([], [move.dim]), "a move changes the dim that it names"
+        for layout in (src, dst):
+            if changed and isinstance(layout.dims[move.dim], Cut):
+                assert plain(layout.dims[move.dim]) == move.axes, (
+                    "a cut is made or undone whole"
+                )
+    return dst.dims, partial
+
+
 def group_size(move: Move) -> int:
     """Number of ranks that take part."""
     return math.prod(move.src.mesh.shape[a] for a in move.axes)
 
 
 def piece_numel(layout: Layout) -> int:
-    """Elements of the largest piece, which is that of the first rank."""
-    return math.prod(layout.box((0,) * layout.mesh.ndim)[1])
+    """Elements of the largest piece, which is that of the first rank but where sizes were chosen."""
+    if not layout.is_sized:
+        return math.prod(layout.box((0,) * layout.mesh.ndim)[1])
+    ranks = layout.mesh.shape
+    return math.prod(
+        max(m for _, m in boxes.pieces(n, axes, ranks))
+        for n, axes in zip(layout.shape, layout.dims)
+    )
 
 
 def received(move: Move, coord: tuple[int, ...]) -> int:
@@ -127,12 +156,31 @@ def received(move: Move, coord: tuple[int, ...]) -> int:
         return move.exchange.received_numel(move.src.mesh.rank_at(coord)) * itemsize
     first = tuple(0 if a in move.axes else i for a, i in enumerate(coord))  # holds the most
     if move.kind == "all_gather":
-        put_in = math.prod(move.src.box(first)[1])
+        put_in = _largest(move.src, move, first)
     elif move.kind == "reduce_scatter":
-        put_in = math.prod(move.dst.box(first)[1]) * n
+        put_in = _largest(move.dst, move, first) * n
     else:
         put_in = math.prod(move.src.box(coord)[1])
     return received_bytes(move.kind, put_in * itemsize, n)
+
+
+def _largest(cut: Layout, move: Move, first: tuple[int, ...]) -> int:
+    """Elements of the largest piece in the group of a gather or scatter, whose first rank is at ``first``."""
+    sizes = list(cut.box(first)[1])
+    if isinstance(cut.dims[move.dim], Cut):
+        sizes[move.dim] = max(group_sizes(move, cut, first))
+    return math.prod(sizes)
+
+
+def group_sizes(move: Move, cut: Layout, coord: Sequence[int]) -> list[int]:
+    """Sizes along the dim of a move of the pieces in its group, in group order, which is that of the pieces."""
+    shape, axes = move.src.mesh.shape, cut.dims[move.dim]
+    at, out = list(coord), []
+    for where in itertools.product(*(range(shape[a]) for a in move.axes)):
+        for a, i in zip(move.axes, where):
+            at[a] = i
+        out.append(boxes.piece(cut.shape[move.dim], axes, shape, at)[1])
+    return out
 
 
 def received_numel(move: Move, coords: Iterable[tuple[int, ...]] | None = None) -> float:

@@ -26,6 +26,7 @@ from operator import mul
 from shardwise.errors import LayoutError
 from shardwise.layout import boxes
 from shardwise.layout.boxes import Range
+from shardwise.layout.cut import Cut
 from shardwise.layout.layout import Dims, Layout, Partials
 from shardwise.route.cost import Cost, Profile, cost_of, itemsize, sample
 from shardwise.route.moves import Move, received_numel
@@ -147,14 +148,13 @@ class _Graph:
         found = self.ranges.get((dim, axes))
         if found is None:
             n, shape = self.shape[dim], self.mesh.shape
-            sizes = [shape[a] for a in axes]
             known: dict[tuple[int, ...], Range] = {}
             found = []
             for coord in self.coords:
                 at = tuple([coord[a] for a in axes])
                 piece = known.get(at)
                 if piece is None:
-                    piece = known[at] = boxes.nested(n, sizes, at)
+                    piece = known[at] = boxes.piece(n, axes, shape, coord)
                 found.append(piece)
             self.ranges[dim, axes] = found
         return found
@@ -166,7 +166,7 @@ class _Graph:
             even = 1
             for d, axes in enumerate(dims):
                 k = math.prod([self.mesh.shape[a] for a in axes])
-                if self.shape[d] % k:
+                if self.shape[d] % k or isinstance(axes, Cut):
                     break
                 even *= self.shape[d] // k
             else:
@@ -199,7 +199,7 @@ class _Graph:
     def padded(self, dims: Dims, dim: int, axes: tuple[int, ...]) -> float:
         """Elements of the largest piece of the group: what a collective of equal pieces sends; the mean."""
         k = math.prod([self.mesh.shape[a] for a in dims[dim]])
-        if self.shape[dim] % k == 0:
+        if self.shape[dim] % k == 0 and not isinstance(dims[dim], Cut):
             return self.numel(dims)
         shape = self.mesh.shape
         sizes = [shape[a] for a in dims[dim]]
@@ -207,6 +207,8 @@ class _Graph:
         for d, by in enumerate(dims):
             if d != dim:
                 total = list(map(mul, total, [r[1] for r in self.pieces(d, by)]))
+        if isinstance(by := dims[dim], Cut):  # it is gathered, or scattered, as a whole
+            return sum(total) * max(by.sizes) / len(self.coords)
         most = [
             boxes.nested(self.shape[dim], sizes, [0 if a in axes else c[a] for a in dims[dim]])[
                 1
@@ -277,7 +279,8 @@ class _Graph:
                 for a, d in zip(axes, where):
                     if d is not None:
                         to[d] = (*to[d], a)
-                out[tuple(to)] = None
+                if not any(d is not None and isinstance(goal[d], Cut) for d in where):
+                    out[tuple(to)] = None
         return out
 
     @staticmethod
@@ -285,10 +288,7 @@ class _Graph:
         """Axes whose ranks must exchange data: those that shard now, less the leading ones that stay put."""
         out = list(open_)
         for axes, then in zip(dims, to):
-            same = 0
-            while same < min(len(axes), len(then)) and axes[same] == then[same]:
-                same += 1
-            out += axes[same:]
+            out += axes[_same(axes, then) :]
         return tuple(sorted(out))
 
     def crowded(self, state: State, to: State) -> tuple[int, ...]:
@@ -317,11 +317,10 @@ class _Graph:
 
     def _gathers(self, dims: Dims, partial: Partials) -> Iterator[Edge]:
         for dim, axes in enumerate(dims):
-            then = self.dst.dims[dim]
-            same = 0
-            while same < min(len(axes), len(then)) and axes[same] == then[same]:
-                same += 1
+            same = _same(axes, self.dst.dims[dim])
             for m in range(1, len(axes) - same + 1):
+                if isinstance(axes, Cut) and m < len(axes):
+                    continue  # a chosen cut is undone whole
                 minor = axes[len(axes) - m :]
                 numel = (self.size(minor) - 1) * self.padded(dims, dim, minor)
                 after = (*dims[:dim], axes[: len(axes) - m], *dims[dim + 1 :])
@@ -354,10 +353,13 @@ class _Graph:
                     yield "all_reduce", axes, -1, op, dims, after, price
                 for dim in self.useful:
                     now, then = dims[dim], self.dst.dims[dim]
+                    if isinstance(now, Cut):
+                        continue
                     wanted = then[len(now) : len(now) + m]
                     fits = then[: len(now)] == now and set(wanted) == set(axes)
                     order = wanted if fits else axes
-                    cut = (*dims[:dim], now + order, *dims[dim + 1 :])
+                    all_of = isinstance(then, Cut) and fits and len(then) == m
+                    cut = (*dims[:dim], then if all_of else now + order, *dims[dim + 1 :])
                     padded, exact = self.padded(cut, dim, order), self.numel(cut)
                     price = self.price("reduce_scatter", order, (n - 1) * padded)
                     yield "reduce_scatter", order, dim, op, cut, after, price
@@ -365,10 +367,8 @@ class _Graph:
                         price = self.price("one_shot", axes, (n - 1) * exact)
                         yield "one_shot", axes, -1, op, cut, after, price
 
-    def _local(
-        self, dims: Dims, partial: Partials, open_: list[int], made: list[int]
-    ) -> Iterator[Edge]:
-        used = {a for axes in dims for a in axes}
+    def _slices(self, dims: Dims, partial: Partials, used: set[int]) -> Iterator[Edge]:
+        """Cuts towards the target."""
         price = self.price("slice", (), 0)
         for dim, (now, then) in enumerate(zip(dims, self.dst.dims)):
             if then[: len(now)] == now:
@@ -376,8 +376,23 @@ class _Graph:
                     axes = then[len(now) : len(now) + m]
                     if any(partial[a] is not None or a in used for a in axes):
                         break
-                    after = (*dims[:dim], now + axes, *dims[dim + 1 :])
+                    to = now + axes
+                    if isinstance(then, Cut):
+                        if m < len(then):
+                            continue  # a chosen cut is made whole
+                        to = then
+                    after = (*dims[:dim], to, *dims[dim + 1 :])
                     yield "slice", axes, dim, None, after, partial, price
+
+    def _local(
+        self, dims: Dims, partial: Partials, open_: list[int], made: list[int]
+    ) -> Iterator[Edge]:
+        used = {a for axes in dims for a in axes}
+        price = self.price("slice", (), 0)
+        yield from self._slices(dims, partial, used)
+        for dim, now in enumerate(dims):
+            if isinstance(now, Cut) and len(now) > 1:
+                continue
             if now and now[-1] in made and self.dst.partial[now[-1]] == "sum":
                 a = now[-1]
                 pending = (*partial[:a], "sum", *partial[a + 1 :])
@@ -394,6 +409,8 @@ class _Graph:
             for a, op in enumerate(partial):
                 if op is None and a not in used and self.mesh.shape[a] > 1:
                     for dim in self.useful:
+                        if isinstance(dims[dim], Cut):
+                            continue
                         after = (*dims[:dim], (*dims[dim], a), *dims[dim + 1 :])
                         yield "slice", (a,), dim, None, after, partial, price
         for a in made:
@@ -401,3 +418,13 @@ class _Graph:
                 op = self.dst.partial[a]
                 pending = (*partial[:a], op, *partial[a + 1 :])
                 yield "keep", (a,), -1, op, dims, pending, price
+
+
+def _same(axes: tuple[int, ...], then: tuple[int, ...]) -> int:
+    """How many leading axes of a dim two entries have in common, which cut it alike."""
+    if isinstance(axes, Cut) or isinstance(then, Cut):
+        return len(axes) if axes == then else 0
+    same = 0
+    while same < min(len(axes), len(then)) and axes[same] == then[same]:
+        same += 1
+    return same

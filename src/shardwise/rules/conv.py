@@ -17,6 +17,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from shardwise.layout import boxes
+from shardwise.layout.cut import Cut
 from shardwise.rules.loss import bind
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered, without_empty
 from shardwise.rules.registry import rule
@@ -86,6 +87,8 @@ def _alike(ins: dict[Arg, Labels], groups: int) -> bool:
         for groups_of in [arg.shape[dim]]
     }
     axes = tuple(dict.fromkeys(a for arg, dim in cut for a in arg.layout.dims[dim]))
+    if any(isinstance(arg.layout.dims[dim], Cut) for arg, dim in cut):
+        return False
     shape = next(iter(ins)).layout.mesh.shape
     if groups % math.prod(shape[a] for a in axes) == 0:
         return True

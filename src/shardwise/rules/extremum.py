@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.layout import boxes
 from shardwise.rules.notation import WHOLE, Arg, Rule
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.reduce import dims_of, drop, group_of, reduction
@@ -248,8 +249,8 @@ def topk(
 
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Any:
         spec, group = ctx.ins[0], ctx.group(f"d{d}")
-        first_piece = spec.layout.box((0,) * spec.layout.mesh.ndim)[1]  # none is larger
-        room, have = min(k, first_piece[d]), min(k, input.shape[d])
+        held = boxes.pieces(spec.shape[d], spec.layout.dims[d], ctx.mesh.shape)
+        room, have = min(k, max(n for _, n in held)), min(k, input.shape[d])
         value, index = input.topk(have, d, largest, True)
         index = index + spec.offsets[d]
         if have < room:

@@ -298,14 +298,7 @@ _TAKES_VECTORS = frozenset([_L.solve, _L.solve_ex, *functions("aten._linalg_solv
 
 def _never_empty(arg: Arg, name: str, dim: int) -> frozenset[str]:
     """The factor, if some rank would hold none of it."""
-    pieces = 1
-    for axis in arg.layout.dims[dim]:
-        pieces *= arg.layout.mesh.shape[axis]
-    return (
-        frozenset([name])
-        if arg.shape[dim] <= (pieces - 1) * -(-arg.shape[dim] // pieces)
-        else frozenset()
-    )
+    return frozenset([name]) if arg.layout.may_be_empty(dim) else frozenset()
 
 
 def _is_vector(a: Arg, b: Arg) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from shardwise.compat import batch_norm_legit
+from shardwise.layout import boxes
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.reduce import count_of, group_of, is_inexact, result_dtype, wide
 from shardwise.rules.registry import rule
@@ -229,9 +230,11 @@ def group_norm(
         *_: Any,
         **__: Any,
     ) -> Tensor:
-        ways = ctx.group("c").size
-        if num_groups % ways == 0 and ctx.group(*spatial).size == 1:
-            return torch.group_norm(input, num_groups // ways, weight, bias, eps)
+        held = boxes.pieces(c, ctx.ins[0].layout.dims[1], ctx.mesh.shape)
+        between_groups = all(m and m % (c // num_groups) == 0 for _, m in held)
+        if between_groups and ctx.group(*spatial).size == 1:
+            own = input.shape[1] // (c // num_groups)
+            return torch.group_norm(input, own, weight, bias, eps)
         group, x = ctx.group("c", *spatial), wide(input)
         first, m = ctx.ins[0].offsets[1], input.shape[1]
         of = torch.arange(first, first + m, device=x.device) // (c // num_groups)
@@ -459,7 +462,9 @@ def _written(
 ) -> list[Arg] | None:
     """Those statistics that every rank writes whole; None if one would have to move, though it is written."""
     for p in stats:
-        if p.layout.is_partial or (p.layout.is_sharded and (whole or p.layout.dims[0] != cut)):
+        if p.layout.is_partial or p.layout.is_sized:
+            return None
+        if p.layout.is_sharded and (whole or p.layout.dims[0] != cut):
             return None
     return [p for p in stats if not p.layout.is_sharded]
 

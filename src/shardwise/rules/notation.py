@@ -102,6 +102,10 @@ class Rule:
         out_strides: Global strides of the results, where they are not row-major. A local result in another
             order is copied.
         view: The result aliases the first tensor argument.
+        scaled: Those of ``divides`` that may also be cut anywhere else, if the cuts fall between whole rows of
+            every operand and result.
+        boxed: ``local`` and ``localize`` take where pieces lie from the layouts of the context, so any cut of
+            the operands will do. None: so it is with our own rules, but not with those of users.
         checked: The rule has checked all that torch refuses; the op's meta kernel is not asked.
         gathers: Results whose labels hold no factor that was sharded are equal on all ranks even so.
     """
@@ -120,6 +124,8 @@ class Rule:
     out_shapes: tuple[tuple[Any, ...], ...] | None = None  # of int or None
     out_strides: tuple[tuple[int, ...] | None, ...] | None = None
     view: bool = False
+    scaled: frozenset[str] = frozenset()
+    boxed: bool | None = None
     checked: bool = False
 
 
@@ -190,7 +196,10 @@ def without_empty(ins: dict[Arg, Labels], factors: Sequence[str]) -> frozenset[s
             continue
         sizes = [where[0][0].layout.mesh.shape[a] for a in axes]
         last = [k - 1 for k in sizes]
-        if any(boxes.nested(arg.shape[dim], sizes, last)[1] == 0 for arg, dim in where):
+        if any(
+            boxes.nested(arg.shape[dim], sizes, last)[1] == 0 or arg.layout.may_be_empty(dim)
+            for arg, dim in where
+        ):
             bad.add(factor)
     return frozenset(bad)
 

@@ -10,7 +10,6 @@ a gather. Which of several equal elements it is taken from is then the first.
 from __future__ import annotations
 
 from collections.abc import Callable
-import itertools
 from typing import Any
 
 import torch
@@ -58,9 +57,7 @@ def _sorted(input: Arg, dim: Any, results: int, values: bool = True) -> Rule | N
 def _all_of(ctx: Any, x: Tensor, dim: int, factor: str) -> Tensor:
     """The whole of a dim of the first argument, without a gradient."""
     spec, axes = ctx.ins[0], ctx.axes[factor]
-    mesh = [ctx.mesh.shape[a] for a in axes]
-    places = itertools.product(*map(range, mesh))
-    sizes = [boxes.nested(spec.shape[dim], mesh, place)[1] for place in places]
+    sizes = [n for _, n in boxes.pieces(spec.shape[dim], axes, ctx.mesh.shape)]
     shape = list(x.shape)
     shape[dim] = max(sizes) - x.shape[dim]
     x = x.detach()

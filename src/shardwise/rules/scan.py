@@ -19,7 +19,13 @@ from shardwise.rules.rowmap import counted
 
 
 def _scan(
-    input: Arg, dim: Any, local: LocalProgram, *, linear: bool = False, results: int = 1
+    input: Arg,
+    dim: Any,
+    local: LocalProgram,
+    *,
+    linear: bool = False,
+    results: int = 1,
+    **more: Any,
 ) -> Rule | None:
     dims = dims_of(input, dim)
     if type(dim) is not int or dims is None:
@@ -31,6 +37,7 @@ def _scan(
         special=frozenset(names[d] for d in dims),
         linear=(frozenset([input]),) if linear else (),
         local=local,
+        **more,
     )
 
 
@@ -55,12 +62,15 @@ def cumprod(input: Arg, dim: Any, *, dtype: Any = None, **more: Any) -> Rule | N
 
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
         d = dim % input.ndim
-        own = torch.cumprod(input, d, dtype=dtype)
         group = ctx.group(f"d{d}")
+        if group.size == 1 and not input.numel():  # torch's gradient of it has none in turn
+            return (input * input).to(dtype or input.dtype)
+        own = torch.cumprod(input, d, dtype=dtype)
         totals = group.stack(torch.prod(input, d, keepdim=True, dtype=own.dtype))
         return own * totals[: group.index].prod(0, dtype=own.dtype)
 
-    return None if more.keys() - {"out"} else _scan(input, dim, local)
+    empty = input.layout.has_empty()
+    return None if more.keys() - {"out"} else _scan(input, dim, local, always_local=empty)
 
 
 @rule("logcumsumexp", "aten.logcumsumexp")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import boxes
+from shardwise.layout.cut import plain
 from shardwise.layout.layout import Layout
 from shardwise.rules.notation import Arg
 
@@ -136,16 +137,11 @@ def _item(i: Any, dim: int, shape: Sequence[int]) -> Item | None:
 
 def stays(layout: Layout, dim: int, rows: range) -> bool:
     """Whether every rank's piece of ``rows`` lies in its piece of the dim."""
-    mesh = [layout.mesh.shape[a] for a in layout.dims[dim]]
-    if math.prod(mesh) > MAX_RANKS:
+    axes, ranks = layout.dims[dim], layout.mesh.shape
+    if math.prod(ranks[a] for a in axes) > MAX_RANKS:
         return False
-    for i in range(math.prod(mesh)):
-        coord, rest = [], i
-        for k in reversed(mesh):
-            coord.insert(0, rest % k)
-            rest //= k
-        have, n = boxes.nested(layout.shape[dim], mesh, coord)
-        want, m = boxes.nested(len(rows), mesh, coord)
+    held = boxes.pieces(layout.shape[dim], axes, ranks)
+    for (have, n), (want, m) in zip(held, boxes.pieces(len(rows), plain(axes), ranks)):
         if m and not (rows[want] >= have and rows[want + m - 1] < have + n):
             return False
     return True

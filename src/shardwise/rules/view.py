@@ -118,7 +118,15 @@ def _reshaped(x: Arg, shape: Shape | None, localize: Any = _by_position) -> Rule
         return None
     ins, out, divides = regrouped(x.shape, shape)
     localize = localize if x.layout.is_sharded else None
-    return view_of(x, ins, out, shape, divides=divides, localize=localize)
+    return view_of(
+        x,
+        ins,
+        out,
+        shape,
+        divides=divides,
+        scaled=frozenset(divides),
+        localize=localize,
+    )
 
 
 def _copied(ctx: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -135,7 +143,15 @@ def _view_or_copy(x: Arg, shape: Shape | None, localize: Any = _by_position) -> 
         return _reshaped(x, shape, localize)
     ins, out, divides = regrouped(x.shape, shape)
     return view_of(
-        x, ins, out, shape, divides=divides, view=False, local=_copied, always_local=True
+        x,
+        ins,
+        out,
+        shape,
+        divides=divides,
+        scaled=frozenset(divides),
+        view=False,
+        local=_copied,
+        always_local=True,
     )
 
 

@@ -14,8 +14,10 @@ from shardwise.compat import direct_apply
 from shardwise.errors import LayoutError, MeshError
 from shardwise.events import user_site
 from shardwise.layout import boxes
+from shardwise.layout.cut import Cut, renumbered
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
+from shardwise.layout.placement import Shard
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.casts import onto
 from shardwise.tensor.checks import checksum
@@ -130,10 +132,13 @@ def from_local(
             key = found = None
         if found is not None:
             return _entered(local, *found)
-    mesh, dims, partial = resolve(device_mesh, placements, local.ndim)
+    mesh, dims, partial = resolve(device_mesh, placements, local.shape, sized=False)
     coord = mesh.coordinate_of(transport.rank)
     if coord is None:
-        whole = tuple(shape) if shape is not None else _taken_shape(local, dims, mesh)
+        whole = (
+            tuple(shape) if shape is not None else _taken_shape(local, dims, mesh, placements)
+        )
+        dims = resolve(mesh, placements, whole)[1]
         layout = Layout(
             mesh, dims, _inside(partial), whole, boxes.contiguous_stride(whole), local.dtype
         )
@@ -148,9 +153,10 @@ def from_local(
     if shape is not None:
         whole = tuple(shape)
     elif run_check and len(mesh.ranks) > 1:
-        whole, order = _agreed(local, mesh, dims, partial, transport)
+        whole, order, dims = _agreed(local, mesh, placements, dims, partial, transport)
     else:
-        whole = _taken_shape(local, dims, mesh)
+        whole = _taken_shape(local, dims, mesh, placements)
+    dims = resolve(mesh, placements, whole)[1]
     dense = tuple(stride) if stride is not None else boxes.restride(whole, order)
     layout = Layout(mesh, dims, _inside(partial), whole, dense, local.dtype)
     spec = spec_of(layout, transport)
@@ -174,7 +180,7 @@ def _way_back(layout: Layout, grad_placements: Any, transport: Transport) -> Mov
     """From the gradient of the DTensor to that of the local: as the value, pending sums replicated."""
     want = layout
     if grad_placements is not None:
-        want = layout.with_placement(*parse(layout.mesh, grad_placements, layout.ndim))
+        want = layout.with_placement(*parse(layout.mesh, grad_placements, layout.shape))
     elif layout.is_partial:
         want = layout.with_placement(layout.dims, (None,) * layout.mesh.ndim)
     return mover(layout.dual(), want, transport) if want is not layout.dual() else None
@@ -203,18 +209,37 @@ def _inside(partial: tuple[str | None, ...]) -> tuple[str | None, ...]:
     return tuple("sum" if op == "avg" else op for op in partial)
 
 
-def _taken_shape(local: Tensor, dims: Any, mesh: Mesh) -> tuple[int, ...]:
+def _taken_shape(local: Tensor, dims: Any, mesh: Mesh, placements: Any) -> tuple[int, ...]:
+    """The global shape that one piece tells: of even pieces, or of chosen sizes."""
     out = list(local.shape)
     for d, axes in enumerate(dims):
         for a in axes:
             out[d] *= mesh.shape[a]
+        if isinstance(placements, Layout) and isinstance(placements.dims[d], Cut):
+            out[d] = placements.shape[d]
+    if isinstance(placements, Shard):
+        placements = (placements,)
+    if isinstance(placements, (list, tuple)):
+        for p in placements:
+            if isinstance(p, Shard) and p.is_sized:
+                if p.sizes is None or len(dims[p.dim]) > 1:
+                    raise LayoutError(
+                        f"one piece does not tell how long a dim is that is cut as {p}.",
+                        tries=["shape=...", "run_check=True: the ranks tell each other"],
+                    )
+                out[p.dim] = sum(p.sizes)
     return tuple(out)
 
 
 def _agreed(
-    local: Tensor, mesh: Mesh, dims: Any, partial: Any, transport: Transport
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The global shape that the pieces of all ranks make, and the strides of the first rank's.
+    local: Tensor,
+    mesh: Mesh,
+    placements: Any,
+    dims: Any,
+    partial: Any,
+    transport: Transport,
+) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    """The global shape that the pieces of all ranks make, the strides of the first rank's, and how dims are cut.
 
     All ranks raise if they make none.
     """
@@ -247,12 +272,14 @@ def _agreed(
             whole[d] = sum(base.values())
         else:
             whole[d] = by_coord[origin][0][d]
+    dims = resolve(mesh, placements, whole)[1]
     for c, (held, _, _) in by_coord.items():
         want = boxes.box(whole, dims, mesh.shape, c)[1]
         if want != held:
             raise LayoutError(
                 f"the pieces contradict each other: rank {mesh.rank_at(c)} gave shape {held}; of a tensor of "
-                f"shape {tuple(whole)} its piece would be {want} (pieces are cut as torch.chunk cuts)."
+                f"shape {tuple(whole)} its piece would be {want} (pieces are cut as torch.chunk cuts).",
+                tries=["Shard(dim, sizes=...): what each rank holds"],
             )
     if not replica:
         for c, (_, _, total) in by_coord.items():
@@ -268,7 +295,7 @@ def _agreed(
                         "run_check=False, if the difference is meant",
                     ],
                 )
-    return tuple(whole), strides
+    return tuple(whole), strides, dims
 
 
 @explained("DTensor.to_local", "x", "grad_placements")
@@ -284,7 +311,7 @@ def to_local(x: DTensor, grad_placements: Any) -> Tensor:
         return _leave(x._local, back, guess)  # pyright: ignore[reportReturnType]
     guess, axes = None, ()
     if grad_placements is not None:
-        gd, gp = parse(layout.mesh, grad_placements, layout.ndim)
+        gd, gp = parse(layout.mesh, grad_placements, layout.shape)
         want = layout.with_placement(gd, gp)
     else:
         want = layout.with_placement(layout.dims, (None,) * layout.mesh.ndim)
@@ -306,7 +333,7 @@ def planned(x: DTensor, device_mesh: Any, placements: Any) -> tuple[Tensor, Move
     """How to redistribute: the local operand, its move, the spec of the result; whether it is so on all ranks."""
     src, transport = x._spec.layout, x._spec.transport
     mesh, dims, partial = resolve(
-        src.mesh if device_mesh is None else device_mesh, placements, src.ndim
+        src.mesh if device_mesh is None else device_mesh, placements, src.shape
     )
     local = x._local
     wider = None
@@ -428,14 +455,14 @@ def _lifted(slice_: Mesh, mesh: Mesh, dims: Any, partial: Any) -> tuple[Mesh, An
     out: list[Any] = [None] * mesh.ndim
     for a, op in zip(axes, partial):
         out[a] = op
-    return mesh, tuple(tuple(axes[a] for a in d) for d in dims), tuple(out)
+    return mesh, tuple(renumbered(d, axes.__getitem__) for d in dims), tuple(out)
 
 
 def _on_slice(layout: Layout, slice_: Mesh) -> Layout:
     """A layout that replicates over the axes that a slice lacks, on the slice."""
     axes = slice_.axes_in(layout.mesh)
     assert axes is not None, "a slice"
-    dims = tuple(tuple(axes.index(a) for a in d) for d in layout.dims)
+    dims = tuple(renumbered(d, axes.index) for d in layout.dims)
     partial = tuple(layout.partial[a] for a in axes)
     return Layout(slice_, dims, partial, layout.shape, layout.stride, layout.dtype)
 

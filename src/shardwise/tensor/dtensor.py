@@ -6,7 +6,7 @@ itself: autograd runs on the locals, and ``requires_grad``, ``grad``, ... read f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -725,7 +725,9 @@ def _leaf_grad(leaf: Leaf) -> Any:
     return leaf.shown
 
 
-def resolve(device_mesh: Any, placements: Any, ndim: int) -> tuple[Mesh, Any, Any]:
+def resolve(
+    device_mesh: Any, placements: Any, shape: Sequence[int], *, sized: bool = True
+) -> tuple[Mesh, Any, Any]:
     """Mesh, axes per dim and pending reductions from what a user gave."""
     mesh = as_mesh(device_mesh)
     if isinstance(placements, DTensor):
@@ -733,7 +735,7 @@ def resolve(device_mesh: Any, placements: Any, ndim: int) -> tuple[Mesh, Any, An
             "placements must be placements, a spec or a layout, not a DTensor.",
             tries=["x.placements", "x.layout"],
         )
-    dims, partial = parse(mesh, placements, ndim)
+    dims, partial = parse(mesh, placements, shape, sized=sized)
     return mesh, dims, partial
 
 

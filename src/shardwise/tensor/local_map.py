@@ -61,7 +61,7 @@ def local_map(
         if first is None:
             return func(*args, **kwargs)
         mesh = (
-            resolve(device_mesh, None, 0)[0] if device_mesh is not None else first.device_mesh
+            resolve(device_mesh, None, ())[0] if device_mesh is not None else first.device_mesh
         )
         placed = [
             _placed(i, a, _entry(in_placements, i), mesh, redistribute_inputs)
@@ -91,7 +91,7 @@ def _entry(per_argument: Any, i: int) -> Any:
 def _placed(i: int, x: DTensor, wanted: Any, mesh: Mesh, move: bool) -> DTensor:
     if wanted is None:
         return x
-    dims, partial = parse(mesh, wanted, x.ndim)
+    dims, partial = parse(mesh, wanted, x.shape)
     layout = x._spec.layout
     if (layout.dims, layout.partial) == (dims, partial):
         return x

@@ -147,7 +147,7 @@ def explain_redistribute(src: Any, dst: Any = None, device_mesh: Any = None) -> 
         raise LayoutError(f"explain_redistribute takes a DTensor or a layout, not {src!r}.")
     if device_mesh is None:
         device_mesh = dst.mesh if isinstance(dst, Layout) else layout.mesh
-    mesh, dims, partial = resolve(device_mesh, dst, layout.ndim)
+    mesh, dims, partial = resolve(device_mesh, dst, layout.shape)
     layout = dense(layout)
     partial = tuple("sum" if op == "avg" else op for op in partial)
     to = Layout(mesh, dims, partial, layout.shape, layout.stride, layout.dtype)

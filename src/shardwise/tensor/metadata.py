@@ -12,6 +12,7 @@ from shardwise.comm.transport import current
 from shardwise.compat import DisableTorchFunction, has_compatible_shallow_copy_type, on_compare
 from shardwise.errors import GradientError, LayoutError, UnsupportedError
 from shardwise.layout.boxes import restride
+from shardwise.layout.cut import Cut
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import spec_of
@@ -163,7 +164,7 @@ def rebuild(
     return out
 
 
-torch.serialization.add_safe_globals([rebuild])  # for torch.load(weights_only=True)
+torch.serialization.add_safe_globals([rebuild, Cut])  # for torch.load(weights_only=True)
 
 
 @override(_T.__reduce_ex__)

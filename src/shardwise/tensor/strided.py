@@ -124,7 +124,7 @@ def _resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func.__name__} to {tuple(shape)} works on memory, which a DTensor has in pieces.",
             tries=["reshape, expand or slices, which return a new tensor"],
         )
-    dims = layout.dims if len(shape) == layout.ndim else ((),) * len(shape)
+    dims = layout.chunked().dims if len(shape) == layout.ndim else ((),) * len(shape)
     partial = (None,) * layout.mesh.ndim
     spec = spec_of(
         Layout(

@@ -77,7 +77,12 @@ class Record:
 
 
 def judge_entry(
-    op: Any, library: Library, *, count: int = SAMPLES, forms: bool = True
+    op: Any,
+    library: Library,
+    *,
+    count: int = SAMPLES,
+    forms: bool = True,
+    chosen: bool = False,
 ) -> Record:
     """Judge one entry.
 
@@ -86,21 +91,24 @@ def judge_entry(
         library: Whose tensors.
         count: Samples.
         forms: Also in place, ``out=``, method, and gradients of gradients.
+        chosen: Cut dims at chosen sizes.
     """
     record = Record(entry_name(op), has_float32(op), str(dtype_of(op)).removeprefix("torch."))
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            chosen = samples(op, count) if dtype_of(op) is not None else []
+            picked = samples(op, count) if dtype_of(op) is not None else []
         except Exception as error:
-            chosen = []
+            picked = []
             record.note = f"the database has no samples: {error_text(error)}"
         rng = random.Random(record.name)
-        for number, sample in enumerate(chosen):
+        for number, sample in enumerate(picked):
             for form, call in calls(op, sample):
                 if form == "function" or (forms and number < 2):
-                    _judge_call(record, op, library, form, call, rng, forms and number < 2)
+                    _judge_call(
+                        record, op, library, form, call, rng, forms and number < 2, chosen
+                    )
     for verdict in ("error", "hang", "wrong"):
         if any(key.endswith(verdict) for key in record.kinds):
             record.status = verdict
@@ -119,6 +127,7 @@ def _judge_call(
     call: Call,
     rng: random.Random,
     deep: bool,
+    chosen: bool,
 ) -> None:
     function = form == "function"
     grad = differentiable(op) and form != "out"
@@ -135,13 +144,20 @@ def _judge_call(
     if function:
         light = _reference(call, grad, False) if twice else reference
         assert light is not None, "the plain call answered a moment ago"
-        alone = list(singles(call.tensors))
-        todo.append(((2,), alone, reference))
-        todo.append(((2,), list(randoms(call.tensors, 1, RANDOM_COMBOS, rng)), light))
-        todo.append(((4,), [*alone, *randoms(call.tensors, 1, RANDOM_COMBOS, rng)], light))
-        todo.append(((2, 2), list(randoms(call.tensors, 2, RANDOM_COMBOS, rng)), light))
+
+        def alone(n: int) -> list[Combo]:
+            return list(singles(call.tensors, chosen=n if chosen else 0))
+
+        def some(n: int, axes: int = 1) -> list[Combo]:
+            ranks = n if chosen else 0
+            return list(randoms(call.tensors, axes, RANDOM_COMBOS, rng, chosen=ranks))
+
+        todo.append(((2,), alone(2), reference))
+        todo.append(((2,), some(2), light))
+        todo.append(((4,), [*alone(4), *some(4)], light))
+        todo.append(((2, 2), some(2, 2), light))
     else:
-        todo.append(((2,), list(singles(call.tensors)), reference))
+        todo.append(((2,), list(singles(call.tensors, chosen=2 if chosen else 0)), reference))
     for mesh, combos, ref in todo:
         for outcome in judge(ref, library, mesh, combos):
             _enter(record, form, call, outcome)

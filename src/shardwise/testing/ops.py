@@ -52,22 +52,25 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def work(pipe: Connection, library: str, count: int) -> None:
+def work(pipe: Connection, library: str, count: int, chosen: bool) -> None:
     """A worker: names in, records out."""
     torch.set_num_threads(1)
     judged_by, table = library_named(library), entries()
     pipe.send(None)  # ready
     while (name := pipe.recv()) is not None:
-        pipe.send(judge_entry(table[name], judged_by, count=count).to_json())
+        record = judge_entry(table[name], judged_by, count=count, chosen=chosen)
+        pipe.send(record.to_json())
 
 
 class Worker:
     """A worker process and what it is at."""
 
-    def __init__(self, library: str, count: int) -> None:
+    def __init__(self, library: str, count: int, chosen: bool) -> None:
         context = mp.get_context("spawn")
         self.pipe, far = context.Pipe()
-        self.process = context.Process(target=work, args=(far, library, count), daemon=True)
+        self.process = context.Process(
+            target=work, args=(far, library, count, chosen), daemon=True
+        )
         self.process.start()
         far.close()
         self.name: str | None = None
@@ -85,7 +88,13 @@ class Worker:
 
 
 def run(
-    names: Sequence[str], library: str, *, jobs: int, count: int, limit: float
+    names: Sequence[str],
+    library: str,
+    *,
+    jobs: int,
+    count: int,
+    limit: float,
+    chosen: bool = False,
 ) -> Iterator[Record]:
     """Judge the entries in worker processes; yields records as they are done.
 
@@ -95,14 +104,15 @@ def run(
         jobs: Processes; 0: in this one, without a time limit.
         count: Samples per entry.
         limit: Seconds for one entry, after which it counts as hung.
+        chosen: Cut dims at chosen sizes.
     """
     if not jobs:
         judged_by, table = library_named(library), entries()
         for name in names:
-            yield judge_entry(table[name], judged_by, count=count)
+            yield judge_entry(table[name], judged_by, count=count, chosen=chosen)
         return
     queue = list(reversed(names))
-    workers = [Worker(library, count) for _ in range(min(jobs, len(queue)))]
+    workers = [Worker(library, count, chosen) for _ in range(min(jobs, len(queue)))]
     while workers:
         ready = wait([w.pipe for w in workers], timeout=1.0)
         for worker in list(workers):
@@ -113,7 +123,7 @@ def run(
                 except EOFError:  # it crashed
                     yield _lost(worker, "error", "the process died")
                     worker.kill()
-                    replacement = Worker(library, count) if queue else None
+                    replacement = Worker(library, count, chosen) if queue else None
                     workers.remove(worker)
                 else:
                     if got is not None:
@@ -124,7 +134,7 @@ def run(
             elif worker.name is not None and time.monotonic() - worker.since > limit:
                 yield _lost(worker, "hang", f"no answer in {limit:.0f} s")
                 worker.kill()
-                replacement = Worker(library, count) if queue else None
+                replacement = Worker(library, count, chosen) if queue else None
                 workers.remove(worker)
             if replacement is not None:
                 workers.append(replacement)
@@ -159,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="*", help="names to judge, with wildcards, by commas")
     parser.add_argument("--library", default="shardwise", choices=("shardwise", "torch"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="0: no workers")
+    parser.add_argument("--chosen", action="store_true", help="cut dims at chosen sizes")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one entry")
     parser.add_argument("--out", type=Path, default=Path("out/ops"))
@@ -168,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     mark = fingerprint() if not options.keep else "kept"
-    path = options.out / f"{options.library}.jsonl"
+    path = options.out / f"{options.library}{'_chosen' * options.chosen}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {} if options.fresh else load(path, mark)
     patterns = options.only.split(",")
@@ -177,7 +188,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     with path.open("w" if options.fresh or not done else "a") as file:
         for record in run(
-            todo, options.library, jobs=options.jobs, count=options.samples, limit=options.limit
+            todo,
+            options.library,
+            jobs=options.jobs,
+            count=options.samples,
+            limit=options.limit,
+            chosen=options.chosen,
         ):
             done[record.name] = record
             file.write(json.dumps({**record.to_json(), "fingerprint": mark}) + "\n")

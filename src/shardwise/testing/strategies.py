@@ -9,6 +9,7 @@ def test_boxes_tile(layout): ...
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import torch
 
 from shardwise.layout.boxes import contiguous_stride
+from shardwise.layout.cut import cut
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 
@@ -77,6 +79,21 @@ def placed(
 
 
 @st.composite
+def sized(draw: st.DrawFn, mesh: Mesh, dims: Any, shape: tuple[int, ...]) -> Any:
+    """The same axes, some dims cut at chosen sizes: any that make the dim, empty ones among them."""
+    out: list[tuple[int, ...]] = []
+    for n, axes in zip(shape, dims):
+        ranks = [mesh.shape[a] for a in axes]
+        if not axes or not draw(st.booleans()):
+            out.append(axes)
+            continue
+        ends = draw(st.lists(st.integers(0, n), min_size=math.prod(ranks) - 1).map(sorted))
+        ends = [0, *ends[: math.prod(ranks) - 1], n]
+        out.append(cut(axes, [b - a for a, b in pairwise(ends)], ranks))
+    return tuple(out)
+
+
+@st.composite
 def layouts(
     draw: st.DrawFn,
     mesh: st.SearchStrategy[Mesh] | None = None,
@@ -84,11 +101,17 @@ def layouts(
     ops: Sequence[str] = ("sum",),
     dtype: torch.dtype = torch.float64,
     permuted: bool = True,
+    chosen: bool = False,
 ) -> Layout:
-    """Any layout: uneven, empty, several axes on one dim in any order, pending reductions, permuted strides."""
+    """Any layout: uneven, empty, several axes on one dim in any order, pending reductions, permuted strides.
+
+    With ``chosen`` also dims cut at chosen sizes.
+    """
     m = draw(meshes() if mesh is None else mesh)
     s = draw(shapes() if shape is None else shape)
     dims, partial = draw(placed(m, len(s), ops))
+    if chosen:
+        dims = draw(sized(m, dims, s))
     return Layout(
         m, dims, partial, s, draw(strides(s)) if permuted else contiguous_stride(s), dtype
     )
@@ -96,18 +119,32 @@ def layouts(
 
 @st.composite
 def layout_pairs(
-    draw: st.DrawFn, ops: Sequence[str] = ("sum",), mesh: st.SearchStrategy[Mesh] | None = None
+    draw: st.DrawFn,
+    ops: Sequence[str] = ("sum",),
+    mesh: st.SearchStrategy[Mesh] | None = None,
+    chosen: bool = False,
 ) -> tuple[Layout, Layout]:
     """Two layouts of one tensor between which there is a route.
 
     A pending sum can be made of anything; another reduction only settled, kept, or made of a replica.
     """
-    src = draw(layouts(mesh=mesh, ops=ops))
+    src = draw(layouts(mesh=mesh, ops=ops, chosen=chosen))
     dims, partial = draw(placed(src.mesh, src.ndim, ("sum",) if not src.is_partial else ops))
+    if chosen:
+        dims = draw(sized(src.mesh, dims, src.shape))
     pending = {op for op in (*src.partial, *partial) if op}
     if len(pending) > 1:
         partial = tuple(None if op else op for op in partial)
     return src, src.with_placement(dims, partial)
 
 
-__all__ = ["layout_pairs", "layouts", "mesh_of", "meshes", "placed", "shapes", "strides"]
+__all__ = [
+    "layout_pairs",
+    "layouts",
+    "mesh_of",
+    "meshes",
+    "placed",
+    "shapes",
+    "sized",
+    "strides",
+]

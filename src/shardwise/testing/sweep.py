@@ -49,6 +49,7 @@ def sweep(
     grad: bool = True,
     twice: bool = False,
     tol: float = 1e-9,
+    chosen: bool = False,
 ) -> list[Failure]:
     """All layouts of the arguments; returns what differed, empty when all is right.
 
@@ -61,6 +62,7 @@ def sweep(
         grad: Compare gradients too, of all floating arguments.
         twice: Compare gradients of gradients too.
         tol: Relative and absolute tolerance, in double precision.
+        chosen: Cut dims at chosen sizes (units, all on one rank, more on each rank than on the one before) instead of evenly.
 
     Example:
         >>> sweep(torch.mul, torch.rand(3, 5).double(), torch.rand(5).double(), meshes=[(2,)])
@@ -71,12 +73,15 @@ def sweep(
     except Exception as error:
         error.add_note("from the call on one device")
         raise
+
+    def todo(mesh: tuple[int, ...]) -> list[Combo]:
+        ranks = mesh[-1] if chosen else 0
+        return list(combos(tensors, len(mesh), extra, seed, chosen=ranks))
+
     return [
         Failure(outcome.mesh, outcome.combo, outcome.what)
         for mesh in meshes
-        for outcome in judge(
-            reference, Shardwise(), mesh, list(combos(tensors, len(mesh), extra, seed))
-        )
+        for outcome in judge(reference, Shardwise(), mesh, todo(mesh))
         if outcome.verdict != "right"
     ]
 
