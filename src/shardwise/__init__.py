@@ -4,6 +4,7 @@ One tensor, many devices, written as if there were one. Names follow ``torch.dis
 """
 
 from shardwise import checkpoint
+from shardwise.capture.report import explain
 from shardwise.capture.step import capture
 from shardwise.comm.meshes import init_device_mesh
 from shardwise.events import CommLog
@@ -47,6 +48,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "explain_redistribute",
     "eye",
     "full",

@@ -25,6 +25,7 @@ from shardwise import (
     rng,
     simulate,
 )
+from shardwise.capture.report import explain, summary
 from shardwise.errors import CaptureError
 
 S0 = [Shard(0)]
@@ -475,3 +476,78 @@ def test_mixed_layouts_on_a_2d_mesh() -> None:
         assert all(torch.equal(x, y) for x, y in zip(*outs, strict=True))
 
     simulate(run, world_size=4)
+
+
+# ---- ranks agree, and the report ----------------------------------------------------------------------
+
+
+def test_ranks_that_capture_different_steps_raise_together_and_name_the_difference() -> None:
+    def differ() -> str:
+        mesh = on_mesh()
+        first = mesh.get_coordinate()[0] == 0
+        calls = []
+
+        def step(x: Any) -> Any:
+            calls.append(1)
+            if first and len(calls) > 1:
+                return x.redistribute(placements=[Replicate()]).sum()
+            return x.sum()
+
+        captured = capture(step)
+        x = distribute_tensor(torch.randn(4, 6), mesh, S0)
+        captured(x)
+        with pytest.raises(CaptureError, match="different steps") as caught:
+            captured(x)
+        return str(caught.value)
+
+    a, b = two(differ)
+    assert a == b
+    assert "rank 0 has `move {dp: S(0)} -> {dp: R} of [4, 6]" in a
+    assert "rank 1 has `nothing more`" in a
+
+
+def test_a_refusal_on_one_rank_is_one_on_all() -> None:
+    def run() -> str:
+        mesh = on_mesh()
+        first = mesh.get_coordinate()[0] == 0
+        w = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Replicate()]))
+
+        def step(x: Any) -> Any:
+            y = (x @ w).sum()
+            if first:
+                bool(y._local > 0)
+            return y
+
+        captured = capture(step)
+        x = distribute_tensor(torch.randn(4, 6), mesh, S0)
+        captured(x)
+        with pytest.raises(CaptureError) as caught:
+            captured(x)
+        return str(caught.value)
+
+    a, b = two(run)
+    assert "cannot be captured" in a
+    assert b.startswith("rank 0 could not capture the step: CaptureError")
+
+
+def test_predicted_bytes_are_counted_bytes_and_explain_says_so() -> None:
+    def run() -> tuple[str, int, int]:
+        mesh = on_mesh()
+        step, *_ = adamw(mesh)
+        step = capture(step)
+        train(step, mesh, 2)
+        x = distribute_tensor(torch.randn(6, 6), mesh, S0)
+        y = distribute_tensor(torch.randn(6, 3), mesh, S0)
+        with CommLog() as log:
+            step(x, y)
+        own = log.on(mesh.get_coordinate()[0])
+        facts = summary(step.last.step)
+        assert facts["bytes"] == own.bytes
+        assert sum(facts["collectives"].values()) == own.count()
+        return explain(step), own.count(), own.bytes
+
+    text, count, size = two(run)[0]
+    assert count == 5  # batch norm's four statistics, and one bucket
+    first, last = text.splitlines()[1], text.split("\n\n")[0].splitlines()[-1]
+    assert "10 all_reduce" in first
+    assert last.rstrip().endswith(str(size))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.capture.check import agree, group_of, lines_of, ranks_of
 from shardwise.capture.ir import Step
 from shardwise.capture.passes import DEFAULT, Pass
 from shardwise.capture.record import LIFTED_NUMBERS, Recording, record
@@ -121,7 +122,17 @@ class Captured:
                 ],
             )
         state = self._state = State.of(self.fn, args, kwargs)
-        found = CapturedStep(record(self.fn, state, args, kwargs), self.passes)
+        transport = current()
+        known = [*(c.read() for c in state.cells()), *tree_flatten((args, kwargs))[0]]
+        ranks = ranks_of(x._spec.layout for x in known if isinstance(x, DTensor))
+        try:
+            recording = record(self.fn, state, args, kwargs)
+        except Exception as error:
+            agree(transport, ranks, [], f"{type(error).__name__}: {error}")
+            raise
+        ranks = ranks or group_of(recording.step)
+        agree(transport, ranks, lines_of(recording.step), None)
+        found = CapturedStep(recording, self.passes)
         self.captures += 1
         self.steps[key] = found
         return found

@@ -1,0 +1,110 @@
+"""Ranks prove to each other that they have captured the same step, once, before anything of it runs.
+
+What must agree is what every rank would write down alike: where inputs come from and how they lie, moves between
+layouts, collectives, draws. Local calls are left out: the first and the last rank of a halo differ in them, and rightly so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from shardwise.capture.ir import Node, Step, flatten, placed
+from shardwise.comm.transport import Transport
+from shardwise.errors import CaptureError
+from shardwise.recording import record_with
+
+
+def lines_of(step: Step) -> list[str]:
+    """What all ranks must have alike, in order, one line each."""
+    lines = []
+    for value, slot in step.inputs:
+        if slot.layout is not None:
+            shape = list(slot.layout.shape)
+            lines.append(f"{slot.role} {slot.name}: {shape} {placed(slot.layout)}")
+        elif slot.role == "number" or value.fake is None:
+            lines.append(f"{slot.role} {slot.name}")
+        elif slot.role != "closed-over":
+            lines.append(f"{slot.role} {slot.name}: {value.fake.dtype}")
+    for n in step.nodes:
+        lines += _node_lines(n)
+    return lines
+
+
+def _node_lines(n: Node) -> Iterator[str]:
+    at = f" at {n.site}" if n.site else ""
+    if n.kind == "move":
+        mover = n.info.get("mover")
+        shape = "" if mover is None else f" of {list(mover.src.shape)} {mover.src.dtype}"
+        yield f"{n.name}{shape}{at}"
+    elif n.kind == "start":
+        yield f"{n.name.removeprefix('start ')} {n.args[0].fake.dtype}{at}"
+    elif n.kind == "opaque" and n.name == "draw":
+        yield f"draw {n.args[0]} of {n.args[1]}{at}"
+
+
+def ranks_of(layouts: Iterable[Any]) -> tuple[int, ...]:
+    """The ranks of the largest mesh."""
+    best: tuple[int, ...] = ()
+    for layout in layouts:
+        if len(layout.mesh.ranks) > len(best):
+            best = tuple(layout.mesh.ranks)
+    return best
+
+
+def group_of(step: Step) -> tuple[int, ...]:
+    """The ranks that a step talks to: those of its largest mesh or collective."""
+    best = ranks_of(slot.layout for _, slot in step.inputs if slot.layout is not None)
+    for n in flatten(step.nodes):
+        if n.kind == "start" and len(n.info["ranks"]) > len(best):
+            best = tuple(n.info["ranks"])
+    return best
+
+
+def agree(
+    transport: Transport, ranks: Sequence[int], lines: list[str], error: str | None
+) -> None:
+    """Compare what the ranks have written down; all raise, or none.
+
+    Args:
+        transport: This rank's transport.
+        ranks: Who takes part; this rank alone: nothing is compared.
+        lines: This rank's lines.
+        error: Why this rank could not record, or None.
+
+    Raises:
+        CaptureError: Some rank could not record, or recorded another step: the first difference is named.
+    """
+    group = tuple(ranks)
+    if len(group) < 2 or transport.rank not in group:
+        return
+    digest = blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    with record_with(None):
+        everyone = transport.all_gather_object((digest, error), group, tag="capture")
+        failed = [(r, e) for r, (_, e) in zip(group, everyone) if e is not None]
+        if failed:
+            if error is not None:
+                return  # it raises its own
+            rank, text = failed[0]
+            raise CaptureError(f"rank {rank} could not capture the step: {text}")
+        if all(d == digest for d, _ in everyone):
+            return
+        texts = transport.all_gather_object(lines, group, tag="capture")
+    other = next(i for i, (d, _) in enumerate(everyone) if d != everyone[0][0])
+    first, second = texts[0], texts[other]
+    at = next(
+        (i for i, (a, b) in enumerate(zip(first, second)) if a != b),
+        min(len(first), len(second)),
+    )
+
+    def line(text: list[str]) -> str:
+        return text[at] if at < len(text) else "nothing more"
+
+    raise CaptureError(
+        f"the ranks captured different steps. The first difference: rank {group[0]} has "
+        f"`{line(first)}`, rank {group[other]} has `{line(second)}`.",
+        tries=[
+            "let every rank run the same program: no branch on the rank around distributed calls"
+        ],
+    )
