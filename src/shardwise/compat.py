@@ -441,3 +441,11 @@ def on_rng_state(get: Any, put: Any) -> None:
 tree_flatten: Any = torch.utils._pytree.tree_flatten
 tree_unflatten: Any = torch.utils._pytree.tree_unflatten
 tree_map_only: Any = torch.utils._pytree.tree_map_only
+
+
+def compile_flat(graph: Any, inputs: list[Any]) -> Any:
+    """A graph of ATen calls on flat tensors, compiled by inductor for inputs like these; it writes in place what it does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        return compile_fx(graph, inputs)

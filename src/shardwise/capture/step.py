@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.capture.check import agree, group_of, lines_of, ranks_of
+from shardwise.capture.inductor import compiled
 from shardwise.capture.ir import Step
 from shardwise.capture.passes import DEFAULT, Pass
 from shardwise.capture.record import LIFTED_NUMBERS, Recording, record
@@ -37,6 +38,7 @@ def capture(
     fn: Callable[..., Any] | None = None,
     *,
     passes: Sequence[Pass] | None = None,
+    compile: str | None = None,
     max_captures: int = MAX_CAPTURES,
 ) -> Any:
     """Capture a training step: forward, backward, clipping and optimizer as one graph.
@@ -51,6 +53,8 @@ def capture(
     Args:
         fn: The step: any function over DTensors, plain tensors, modules and optimizers; it may close over them.
         passes: What is done to the graph, in order; default `shardwise.capture.passes.DEFAULT`.
+        compile: ``"inductor"`` hands the local parts to torch's compiler (needs a C++ compiler; some ten seconds);
+            None runs them call by call.
         max_captures: How many variants there may be; more raise, for then something changes at every call.
 
     Returns:
@@ -67,8 +71,10 @@ def capture(
         ...     scheduler.step()
     """
     if fn is None:
-        return lambda f: capture(f, passes=passes, max_captures=max_captures)
-    return Captured(fn, DEFAULT if passes is None else tuple(passes), max_captures)
+        return lambda f: capture(f, passes=passes, compile=compile, max_captures=max_captures)
+    if compile not in (None, "inductor"):
+        raise CaptureError(f"compile={compile!r} is not known.", tries=['compile="inductor"'])
+    return Captured(fn, DEFAULT if passes is None else tuple(passes), compile, max_captures)
 
 
 class Captured:
@@ -77,15 +83,25 @@ class Captured:
     Attributes:
         fn: The function.
         passes: What is done to its graphs.
+        compiler: ``"inductor"`` or None.
         captures: How often it was recorded.
         calls: How often it was called.
         steps: The captured steps by key, newest last.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], passes: tuple[Pass, ...], max_captures: int
+        self,
+        fn: Callable[..., Any],
+        passes: tuple[Pass, ...],
+        compiler: str | None,
+        max_captures: int,
     ) -> None:
-        self.fn, self.passes, self.max_captures = fn, passes, max_captures
+        self.fn, self.passes, self.compiler, self.max_captures = (
+            fn,
+            passes,
+            compiler,
+            max_captures,
+        )
         self.captures = self.calls = 0
         self.steps: dict[Any, CapturedStep] = {}
         self._state: State | None = None
@@ -132,7 +148,7 @@ class Captured:
             raise
         ranks = ranks or group_of(recording.step)
         agree(transport, ranks, lines_of(recording.step), None)
-        found = CapturedStep(recording, self.passes)
+        found = CapturedStep(recording, self.passes, self.compiler)
         self.captures += 1
         self.steps[key] = found
         return found
@@ -156,7 +172,9 @@ class CapturedStep:
         step: After all passes.
     """
 
-    def __init__(self, recording: Recording, passes: Sequence[Pass]) -> None:
+    def __init__(
+        self, recording: Recording, passes: Sequence[Pass], compiler: str | None = None
+    ) -> None:
         self.recording = recording
         self.log: list[tuple[str, Step]] = []
         step = recording.step
@@ -164,7 +182,7 @@ class CapturedStep:
             step = p(step)
             self.log.append((getattr(p, "__name__", type(p).__name__), step))
         self.step = step
-        self._run = executor(step)
+        self._run = compiled(step) if compiler == "inductor" else executor(step)
         self._getters = [slot.get for _, slot in step.inputs]
         self._known = [c.read() for c in recording.read]
         self._results = len(recording.results.places)

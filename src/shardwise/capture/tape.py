@@ -425,8 +425,9 @@ class Tape(TorchDispatchMode):
 
     def note_move(self, mover: Any, source: Value, next_index: int) -> tuple[Node | None, int]:
         """A move of a value, as a node, and the next free number; None if nothing moves."""
-        made = self._noted_after(next_index, lambda: self.move(mover, source.fake))  # pyright: ignore
-        nodes = made[0]
+        nodes, _ = self._noted_after(
+            next_index, [source], lambda: self.move(mover, source.fake)
+        )  # pyright: ignore
         return (nodes[0] if len(nodes) == 1 else None), self._next
 
     def note_together(
@@ -438,11 +439,15 @@ class Tape(TorchDispatchMode):
     ) -> tuple[list[Node], list[Value], int]:
         """One collective for several values: the nodes, what becomes of each value, the next free number."""
         nodes, outs = self._noted_after(
-            next_index, lambda: apart(send(*[v.fake for v in values]).wait())
+            next_index, values, lambda: apart(send(*[v.fake for v in values]).wait())
         )
         return nodes, [self.value_of(o) for o in outs], self._next
 
-    def _noted_after(self, next_index: int, call: Callable[[], Any]) -> tuple[list[Node], Any]:
+    def _noted_after(
+        self, next_index: int, values: Sequence[Value], call: Callable[[], Any]
+    ) -> tuple[list[Node], Any]:
+        for v in values:  # a pass may have put another value in the place of one
+            v.fake._shardwise_value = v  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
         outer, self.nodes = self.nodes, []
         self._next = max(next_index, self._next)
         try:

@@ -182,6 +182,9 @@ def copies(step: Step) -> Step:
     for at, n in enumerate(nodes):
         for r in n.reads | n.writes:
             touched.setdefault(r, []).append(at)
+    by_root: dict[int, list[Value]] = {}
+    for v in made:
+        by_root.setdefault(v.root, []).append(v)
     new: dict[Value, Value] = {}
     gone: set[int] = set()
     for at, n in enumerate(nodes):
@@ -198,10 +201,10 @@ def copies(step: Step) -> Step:
         last[src.root] = last.get(dst.root, at)
         if dst.root in {v.root for v in step.outputs}:
             forever.add(src.root)
-        others = [v for v in made if v.root == dst.root and v is not dst]
-        if others:  # views of the copy: they would need a new geometry
-            del new[dst]
-            gone.difference_update(places)
+        for v in by_root.get(dst.root, ()):  # views of the copy: the same views of the original
+            if v is not dst:
+                new[v] = Value(v.index, v.fake, src.root)
+        by_root.setdefault(src.root, []).extend(by_root.pop(dst.root, ()))
     kept = [n for at, n in enumerate(nodes) if at not in gone]
     return step.with_nodes(kept).substituted(_closed(new))
 
@@ -240,6 +243,7 @@ def _same_memory(dst: Value, src: Value) -> bool:
         and a.device == b.device
         and not b.is_conj()
         and not b.is_neg()
+        and a.storage_offset() == b.storage_offset() == 0
         and b.untyped_storage().nbytes() == src.nbytes
     )
 
