@@ -425,9 +425,9 @@ class Tape(TorchDispatchMode):
 
     def note_move(self, mover: Any, source: Value, next_index: int) -> tuple[Node | None, int]:
         """A move of a value, as a node, and the next free number; None if nothing moves."""
-        nodes, _ = self._noted_after(
-            next_index, [source], lambda: self.move(mover, source.fake)
-        )  # pyright: ignore
+        fake = source.fake
+        assert fake is not None, "only tensors move"
+        nodes, _ = self._noted_after(next_index, [source], lambda: self.move(mover, fake))
         return (nodes[0] if len(nodes) == 1 else None), self._next
 
     def note_together(
