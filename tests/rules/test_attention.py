@@ -15,7 +15,7 @@ from shardwise.comm.meshes import init_device_mesh
 from shardwise.random import rng
 from shardwise.simulate import simulate
 from shardwise.tensor.create import distribute_module, distribute_tensor
-from shardwise.testing.sweep import bytes_moved, sweep
+from shardwise.testing.sweep import bytes_moved, check, sweep
 
 R, S, P = Replicate(), Shard, Partial()
 attend = F.scaled_dot_product_attention
@@ -329,3 +329,11 @@ def test_cut_heads_leave_a_pending_sum() -> None:
             assert torch.allclose(p.grad.full_tensor(), w.grad)
 
     simulate(on_rank, 2)
+
+
+def test_axes_that_cut_queries_here_and_the_mask_there() -> None:
+    """Together they leave a rank without a query."""
+    R, across = Replicate(), (Shard(0), Replicate())
+    tensors = [rand(1, 2, 4), rand(1, 3, 4), rand(1, 3, 4), rand(2, 3)]
+    combo = ((R, Shard(1)), (R, R), (R, R), across)
+    assert check(F.scaled_dot_product_attention, tensors, (2, 2), combo) is None

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard
 from shardwise.testing import bytes_moved, sweep
+from shardwise.testing.sweep import check
 
 G = torch.Generator().manual_seed(5)
 
@@ -203,6 +204,15 @@ def test_what_is_put_may_be_cut():
     assert not sweep(lambda x, i, s: x.put(i, s, True), *put, meshes=[(4,)])
     combo = ((Replicate(),), (Shard(0),), (Shard(0),))
     assert bytes_moved(lambda x, i, s: x.put(i, s, True), put, (2,), combo) == 0
+
+
+def test_unpooling_where_a_rank_has_no_channel():
+    tensors = [rand(1, 2, 3), PLACES]
+    combo = ((Shard(1), Replicate()), (Replicate(), Shard(1)))
+    assert check(lambda x, i: F.max_unpool1d(x, i, 2), tensors, (2, 2), combo) is None
+    assert not sweep(lambda x, i: F.max_unpool1d(x, i, 2), *tensors, meshes=[(4,)])
+    combo = ((Shard(1),), (Shard(1),))
+    assert bytes_moved(lambda x, i: F.max_unpool1d(x, i, 2), tensors, (4,), combo) == 0
 
 
 def test_a_choice_leaves_out_what_is_not_finite():

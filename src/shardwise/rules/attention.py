@@ -16,7 +16,16 @@ import torch.nn.functional as F
 
 from shardwise.layout.boxes import restride
 from shardwise.random import dropout_mask
-from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, aligned, numbered
+from shardwise.rules.notation import (
+    ONE,
+    WHOLE,
+    Arg,
+    Labels,
+    Rule,
+    aligned,
+    numbered,
+    some_empty,
+)
 from shardwise.rules.registry import rule
 
 
@@ -69,7 +78,7 @@ def scaled_dot_product_attention(
         divides={"h": key.shape[-3]} if grouped and not picks else {},
         linear=(frozenset([value]),) if value not in (query, key, attn_mask) else (),
         local=local,
-        always_local=dropout_p > 0 or any(a.layout.has_empty() for a in ins),
+        always_local=dropout_p > 0 or some_empty(ins),
         out_shapes=(shape,),
         out_strides=(_strides(query, key, value, attn_mask, dropout_p, shape, grouped),),
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from shardwise.rules.edges import Unempty, nothing
-from shardwise.rules.notation import WHOLE, Arg, Rule, numbered, without_empty
+from shardwise.rules.notation import WHOLE, Arg, Rule, numbered, some_empty, without_empty
 from shardwise.rules.registry import functions, rule
 from shardwise.rules.rowmap import mapped
 
@@ -84,8 +84,9 @@ def _unpool(dims: int) -> None:
         return Rule(
             ins,
             (names,),
-            whole=without_empty(ins, ("n", "c")),
             linear=(frozenset([input]),) if input.dtype.is_floating_point else (),
+            local=Unempty(),
+            always_local=some_empty(ins),
             out_shapes=shapes,
         )
 

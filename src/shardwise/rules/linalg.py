@@ -16,7 +16,16 @@ from torch import Tensor
 
 from shardwise.rules.edges import Unempty, tied
 from shardwise.rules.loss import bind
-from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, aligned, numbered
+from shardwise.rules.notation import (
+    ONE,
+    WHOLE,
+    Arg,
+    Labels,
+    Rule,
+    aligned,
+    numbered,
+    some_empty,
+)
 from shardwise.rules.pointwise import tensor_operands
 from shardwise.rules.registry import functions, rule
 
@@ -156,7 +165,7 @@ def _rule_of(
         tuple((*names, *(WHOLE,) * n) for n in rest),
         special=frozenset(names) if fails else frozenset(),
         local=_Together(names, batch) if fails else with_edges,
-        always_local=any(a.layout.has_empty() for a in ins),
+        always_local=some_empty(ins),
         out_shapes=tuple(shape for shape, *_ in results),
         out_strides=tuple(stride for _, stride, _ in results),
     )
@@ -283,7 +292,7 @@ def _solver(
             special=frozenset(lead) if fails else frozenset(),
             linear=(frozenset([b]),),
             local=local if len(outs) == 1 else partial(_told_once, local),
-            always_local=len(outs) > 1 or any(x.layout.has_empty() for x in own),
+            always_local=len(outs) > 1 or some_empty(ins),
             out_shapes=tuple(shape for shape, *_ in results),
             out_strides=tuple(stride for _, stride, _ in results),
         )
@@ -345,8 +354,9 @@ def lstsq(A: Arg, B: Arg, rcond: Any = None, *, driver: Any = None) -> Rule | No
     lead = numbered("b", len(batch))
     told = driver == "gels" and m > n
     ranked = driver == "gelsy"
+    ins: dict[Arg, Labels] = {A: (*lead, WHOLE, WHOLE), B: (*lead, WHOLE, "c")}
     return Rule(
-        {A: (*lead, WHOLE, WHOLE), B: (*lead, WHOLE, "c")},
+        ins,
         (
             (*lead, WHOLE, "c"),
             (*lead, "c") if told else (WHOLE,),
@@ -356,7 +366,7 @@ def lstsq(A: Arg, B: Arg, rcond: Any = None, *, driver: Any = None) -> Rule | No
         whole=_never_empty(B, "c", B.ndim - 1),
         reduce={"c": "none"},  # the rank is the matrix's, whoever has which right-hand sides
         local=with_edges,
-        always_local=A.layout.has_empty() or B.layout.has_empty(),
+        always_local=some_empty(ins),
         out_shapes=(
             (*batch, n, count),
             (*batch, count) if told else (0,),

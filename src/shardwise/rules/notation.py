@@ -178,7 +178,7 @@ def _check(text: str, arrow: str, ins: Sequence[Labels], outs: Sequence[Labels])
         )
 
 
-def without_empty(ins: dict[Arg, Labels], factors: Sequence[str]) -> frozenset[str]:
+def without_empty(ins: Mapping[Arg, Labels], factors: Sequence[str]) -> frozenset[str]:
     """Those of the factors that must be whole, because some rank's piece would be empty: the kernel fails there.
 
     Looks at all axes that cut a factor in some operand, which is at least what will be cut.
@@ -202,6 +202,12 @@ def without_empty(ins: dict[Arg, Labels], factors: Sequence[str]) -> frozenset[s
         ):
             bad.add(factor)
     return frozenset(bad)
+
+
+def some_empty(ins: Mapping[Arg, Labels]) -> bool:
+    """Whether some rank's piece of an operand may be empty, by the axes that cut it or its factors elsewhere."""
+    names = {n: None for labels in ins.values() for n in labels if n not in (WHOLE, ONE)}
+    return bool(without_empty(ins, tuple(names)))
 
 
 def line(text: str, *, linear: bool = False) -> Callable[..., Rule | None]:

@@ -17,7 +17,7 @@ from shardwise.compat import NN_BUILTINS
 from shardwise.rules.edges import Unempty, nothing
 from shardwise.rules.linalg import like_torch
 from shardwise.rules.loss import bind
-from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule
+from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, some_empty
 from shardwise.rules.registry import functions, rule
 from shardwise.rules.stencil import Window, pieces
 
@@ -438,7 +438,7 @@ def _fractional(func: Any, dims: int) -> None:
             ins,
             (names, names),
             local=_fractional_pieces,
-            always_local=any(a.layout.has_empty() for a in ins),
+            always_local=some_empty(ins),
             out_shapes=tuple(shape for shape, *_ in results),
             out_strides=tuple(stride for _, stride, _ in results),
         )
