@@ -180,7 +180,7 @@ class CapturedStep:
         step = recording.step
         for p in passes:
             step = p(step)
-            self.log.append((getattr(p, "__name__", type(p).__name__), step))
+            self.log.append((_name_of(p), step))
         self.step = step
         self._run = compiled(step) if compiler == "inductor" else executor(step)
         self._getters = [slot.get for _, slot in step.inputs]
@@ -203,6 +203,11 @@ class CapturedStep:
         outs = self._run([get(leaves) for get in self._getters])
         self.recording.effects.apply(outs[self._results :])
         return self.recording.results.rebuild(outs)
+
+
+def _name_of(p: Pass) -> str:
+    call = getattr(p, "func", p)  # of a functools.partial
+    return getattr(call, "__name__", type(call).__name__)
 
 
 def _leaf_key(x: Any) -> Any:

@@ -4,7 +4,10 @@ Moves are put in one bucket if they are one collective each over the same ranks,
 waits for another. The order in a bucket is the order of the moves, which for gradients is that in which the
 leaves were made: the same on all ranks, and bit for bit the sums of eager mode.
 
-Reductions wait for the last of them; gathers go with the first that needs one.
+Reductions wait for the last of them, and scalars that are made of their results wait with them; what no matrix
+product has gone into does not wait for what has. Gathers go with the first that needs one.
+
+The size: given, or that for which latency hardly counts by what is known of the network, else 25 MiB.
 """
 
 from __future__ import annotations
@@ -15,19 +18,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.capture.ir import Node, Step
+from shardwise.capture.cost import Network, is_heavy, network
+from shardwise.capture.ir import Node, Step, Value
+from shardwise.capture.order import readiness
+from shardwise.route.cost import Profile
 
-CAP_BYTES = 25 * 2**20
+CAP_BYTES = 25 * 2**20  # where nothing is known of the network
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
-def bucket(step: Step, cap_bytes: int = CAP_BYTES) -> Step:
-    """Put all-reduces, reduce-scatters and all-gathers into buckets of about ``cap_bytes``, exactly ceil(bytes / cap) of them."""
-    for kind in ("all_reduce", "reduce_scatter", "all_gather"):
-        for run in _runs(step, kind):
-            for part in _parts(run, cap_bytes):
-                if len(part) > 1:
-                    step = _together(step, part, kind)
+def bucket(step: Step, cap_bytes: int | None = None, profile: Profile | None = None) -> Step:
+    """Put all-reduces, reduce-scatters and all-gathers into buckets, exactly ceil(bytes / cap) of them.
+
+    Args:
+        step: A step.
+        cap_bytes: About so many bytes in a bucket; the same on all ranks.
+        profile: How fast the mesh talks, for a size where none is given; default what ``mesh.profile()`` found.
+    """
+    net = network(step, profile) if cap_bytes is None else None
+    for kind in KINDS:
+        parts = [
+            part
+            for run in _runs(step, kind)
+            for part in _parts(run, _cap(cap_bytes, net, run))
+            if len(part) > 1
+        ]
+        if parts:
+            step = _together(step, parts, kind)
     return step
+
+
+def _cap(cap_bytes: int | None, net: Network | None, run: list[Node]) -> int:
+    if net is None:
+        assert cap_bytes is not None, "the network is asked where no size is given"
+        return cap_bytes
+    return net.bucket_bytes(_start(run[0]).info["ranks"]) or CAP_BYTES
 
 
 def single(n: Node, kind: str) -> Node | None:
@@ -40,44 +65,99 @@ def single(n: Node, kind: str) -> Node | None:
     return starts[0]
 
 
+def _start(n: Node) -> Node:
+    return next(b for b in n.body if b.kind == "start")
+
+
 def payload(start: Node) -> int:
     """Bytes that a rank puts in: a global fact for reductions of replicas; of pieces, those of the padded piece."""
     return start.args[0].nbytes
 
 
+# ---- which may travel together -----------------------------------------------------------------------
+
+
+class _Late:
+    """Reductions that wait for a later one, and what waits with them.
+
+    Attributes:
+        members: The reductions.
+        waiting: What waits for their results.
+    """
+
+    __slots__ = ("members", "reads", "waiting", "writes")
+
+    def __init__(self) -> None:
+        self.members: list[Node] = []
+        self.waiting: list[Node] = []
+        self.reads: set[int] = set()
+        self.writes: set[int] = set()
+
+    def stops(self, n: Node) -> bool:
+        """Whether a later node cannot go before them."""
+        return bool((n.reads | n.writes) & self.writes or n.writes & self.reads)
+
+    def add(self, n: Node, *, member: bool) -> None:
+        """Put a node with those that wait."""
+        (self.members if member else self.waiting).append(n)
+        self.reads |= n.reads
+        self.writes |= n.writes | {v.root for v in n.outs}
+
+
+def _is_scalar(n: Node) -> bool:
+    """Whether a node only makes scalars of scalars: 0 dims are a global fact."""
+    return n.kind in ("call", "number") and all(
+        v.fake is None or v.fake.ndim == 0 for v in (*n.inputs, *n.outs)
+    )
+
+
 def _runs(step: Step, kind: str) -> list[list[Node]]:
     """Moves that could travel together."""
+    runs = _gathers(step) if kind == "all_gather" else _reductions(step, kind)
+    return [run for run in runs if len(run) > 1]
+
+
+def _key(start: Node) -> tuple[Any, ...]:
+    return start.info["ranks"], start.info.get("op"), start.args[0].fake.dtype
+
+
+def _reductions(step: Step, kind: str) -> list[list[Node]]:
+    ready = readiness(step.nodes, is_heavy)
+    open_runs: dict[Any, _Late] = {}
+    done: list[_Late] = []
+    for n, since in zip(step.nodes, ready):
+        for k, run in list(open_runs.items()):
+            if run.stops(n):
+                if _is_scalar(n):
+                    run.add(n, member=False)
+                else:
+                    done.append(open_runs.pop(k))
+        start = single(n, kind)
+        if start is not None:
+            key = (*_key(start), since < 0)
+            open_runs.setdefault(key, _Late()).add(n, member=True)
+    return [run.members for run in (*done, *open_runs.values())]
+
+
+def _gathers(step: Step) -> list[list[Node]]:
     open_runs: dict[Any, list[Node]] = {}
-    blocked: dict[Any, set[int]] = {}  # roots that depend on what an open run brings
+    changed: dict[
+        Any, set[int]
+    ] = {}  # since the first of a run: what it takes must be there by then
     done: list[list[Node]] = []
     for n in step.nodes:
-        start = single(n, kind)
-        key = None
+        start = single(n, "all_gather")
         if start is not None:
-            value = start.args[0]
-            key = (start.info["ranks"], start.info.get("op"), value.fake.dtype)
-        for k in list(open_runs):
-            hit = (n.reads | n.writes) & blocked[k]
-            if (
-                kind == "all_gather"
-            ):  # goes early: what it takes must be there, and stay as it is
-                touched = n.writes - {v.root for v in n.outs}
-                if k == key and n.reads & blocked[k]:
-                    done.append(open_runs.pop(k))
-                    del blocked[k]
-                else:
-                    blocked[k] |= touched | {v.root for v in n.outs if n.kind != "move"}
-            elif hit:
-                done.append(open_runs.pop(k))
-                del blocked[k]
-        if start is None:
-            continue
-        if key not in open_runs:
-            open_runs[key], blocked[key] = [], set()
-        open_runs[key].append(n)
-        if kind != "all_gather":
-            blocked[key] |= {v.root for v in n.outs}
-    return [run for run in (*done, *open_runs.values()) if len(run) > 1]
+            key = _key(start)
+            if key in open_runs and n.reads & changed[key]:
+                done.append(open_runs.pop(key))
+            if key not in open_runs:
+                open_runs[key], changed[key] = [], set()
+            open_runs[key].append(n)
+        for roots in changed.values():
+            roots |= n.writes
+            roots.update(v.root for v in n.outs if v.root not in n.reads)
+    return [*done, *open_runs.values()]
 
 
 def _parts(run: list[Node], cap_bytes: int) -> list[list[Node]]:
@@ -97,8 +177,50 @@ def _parts(run: list[Node], cap_bytes: int) -> list[list[Node]]:
     return parts
 
 
-def _together(step: Step, part: list[Node], kind: str) -> Step:
-    starts = [next(b for b in n.body if b.kind == "start") for n in part]
+# ---- one message in place of many ----------------------------------------------------------------------
+
+
+def _together(step: Step, parts: list[list[Node]], kind: str) -> Step:
+    """Each part as one collective: reductions where the last of them was, gathers where the first was."""
+    index = step.next_index
+    bound: dict[Value, Value] = {}
+    made: dict[int, list[Node]] = {}  # by part
+    part_of: dict[int, int] = {}
+    for i, part in enumerate(parts):
+        made[i], new, index = _one_message(step, part, kind, index)
+        bound.update(new)
+        part_of.update({id(n): i for n in part})
+    out: list[Node] = []
+    waiting: dict[int, _Late] = {}
+
+    def place(n: Node) -> None:
+        for late in waiting.values():
+            if late.stops(n):
+                late.add(n, member=False)
+                return
+        out.append(n)
+
+    for n in step.nodes:
+        i = part_of.get(id(n))
+        if i is None:
+            place(n)
+        elif kind == "all_gather":
+            out.extend(made.pop(i, ()))
+        elif n is not parts[i][-1]:
+            waiting.setdefault(i, _Late()).add(n, member=True)
+        else:
+            late = waiting.pop(i)
+            out.extend(made.pop(i))
+            for x in late.waiting:
+                place(x)
+    return step.with_nodes(out, index).substituted(bound)
+
+
+def _one_message(
+    step: Step, part: list[Node], kind: str, index: int
+) -> tuple[list[Node], dict[Value, Value], int]:
+    """The nodes of a part's collective, what becomes of its results, the next free number."""
+    starts = [_start(n) for n in part]
     packs = [list(n.body[: n.body.index(s)]) for n, s in zip(part, starts)]
     info = starts[0].info
     transport, ranks = info["transport"], info["ranks"]
@@ -125,7 +247,7 @@ def _together(step: Step, part: list[Node], kind: str) -> Step:
             return [p.reshape(f.shape) for p, f in zip(pieces, fakes) if f is not None]
         return [p.view(f.shape) for p, f in zip(pieces, fakes) if f is not None]
 
-    nodes, outs, index = step.tape.note_together(send, apart, packed, step.next_index)
+    nodes, outs, index = step.tape.note_together(send, apart, packed, index)
     for n in nodes:
         n.site = part[0].site
         if n.kind == "start":
@@ -136,13 +258,4 @@ def _together(step: Step, part: list[Node], kind: str) -> Step:
     bound = {
         n.outs[0]: new[n.outs[0]] for n in part if n.outs[0] in new
     }  # the wait's own result was the move's
-    all_nodes = [*before, *nodes, *after]
-    chosen = set(map(id, part))
-    anchor = part[0] if kind == "all_gather" else part[-1]
-    out: list[Node] = []
-    for n in step.nodes:
-        if n is anchor:
-            out += all_nodes
-        elif id(n) not in chosen:
-            out.append(n)
-    return step.with_nodes(out, index).substituted(bound)
+    return [*before, *nodes, *after], bound, index
