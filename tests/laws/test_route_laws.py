@@ -10,6 +10,7 @@ import torch
 
 from shardwise import CommLog, simulate
 from shardwise.comm.execute import mover
+from shardwise.comm.rounds import bounded
 from shardwise.comm.transport import current
 from shardwise.program.spec import spec_of
 from shardwise.route.moves import fold, received
@@ -104,6 +105,23 @@ def test_a_route_preserves_the_value(pair):
     assert torch.equal(got, x), f"{src} -> {dst}"
     plans = [plan for _, plan in results]
     assert all(p == plans[0] for p in plans)
+
+
+@given(PAIRS, st.sampled_from([1, 40, 200, 10_000]))
+def test_a_route_in_rounds_preserves_the_value(pair, slab):
+    src, dst = pair
+    x = torch.randint(-4, 5, src.shape).double()
+    x = torch.empty_strided(src.shape, src.stride, dtype=x.dtype).copy_(x)
+
+    def on_rank(rank):
+        local = piece_of(x, src, src.mesh.coordinate_of(rank))
+        kept = local.clone()
+        move = bounded(src, dst, current(), slab)
+        out = move(move(local) if src is dst else local)
+        assert torch.equal(local, kept)
+        return out
+
+    assert torch.equal(value_of(dst, simulate(on_rank, len(src.mesh.ranks))), x)
 
 
 @given(SUMS)

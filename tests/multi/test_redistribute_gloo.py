@@ -7,7 +7,10 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.multiprocessing.spawn import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwise import (
     DeviceMesh,
@@ -44,6 +47,61 @@ def check_pairs(rank):
             assert torch.equal(b.full_tensor(), x)
 
 
+class Peak(TorchDispatchMode):
+    """The most bytes alive at once of what is allocated inside, apart from what is known."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in known}
+        self.live, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in self.known and storage._cdata not in self.live:
+                    self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {k: (ref, n) for k, (ref, n) in self.live.items() if not ref.expired()}
+        self.most = max(self.most, sum(n for _, n in self.live.values()))
+        return out
+
+
+def extra_bytes(x, mesh, dst, **options):
+    """What a move takes next to its operand, and the larger of both pieces."""
+    x.redistribute(mesh, dst, **options)
+    with Peak(x._local) as peak:
+        y = x.redistribute(mesh, dst, **options)
+    return peak.most, max(x._local.nbytes, y._local.nbytes)
+
+
+def check_memory(rank):
+    r, p, s = Replicate(), Partial(), Shard
+    for dtype, shape, src, dst in [
+        (torch.float32, (4,), [s(0)], [s(1)]),
+        (torch.float32, (4,), [s(1)], [r]),
+        (torch.float32, (4,), [p], [r]),
+        (torch.bfloat16, (4,), [p], [s(1)]),
+        (torch.float32, (4,), [s(1, sizes=(10, 500, 0, 2))], [s(0)]),
+        (torch.float32, (2, 2), [p, s(0)], [r, r]),
+        (torch.float32, (2, 2), [s(0), r], [r, s(1)]),
+        (torch.float32, (4,), [s(0)], [p]),
+    ]:
+        mesh = init_device_mesh("cpu", shape)
+        whole = torch.randint(-8, 8, (512, 512)).to(dtype)
+        dist.broadcast(whole, 0)
+        x = lay_out(whole, mesh, src)
+        slab = whole.nbytes // 32
+        took, larger = extra_bytes(x, mesh, dst, max_extra_bytes=slab)
+        assert took <= larger + slab, (src, dst, took, larger)
+        y = x.redistribute(mesh, dst, max_extra_bytes=slab)
+        assert torch.equal(y.full_tensor(), whole)
+    whole = torch.randn(512, 512)
+    mesh = init_device_mesh("cpu", (4,))
+    took, _ = extra_bytes(lay_out(whole, mesh, [s(0)]), mesh, [s(1)])
+    assert took <= 2 * whole.nbytes // 4
+
+
 def check_meshes(rank):
     x, w = torch.randn(5, 3).double(), torch.randn(5, 3).double()
     dist.broadcast(x, 0)
@@ -74,6 +132,7 @@ def main(rank, port):
     )
     check_pairs(rank)
     check_meshes(rank)
+    check_memory(rank)
     check_profile(rank)
     dist.barrier()
     dist.destroy_process_group()

@@ -23,6 +23,7 @@ from shardwise.layout.mesh import Mesh
 from shardwise.recording import recorder
 from shardwise.route.cost import Profile, objective
 from shardwise.route.exchange import Exchange
+from shardwise.route.moves import Move
 from shardwise.route.search import route
 
 
@@ -58,13 +59,21 @@ class Mover:
         self._leanest: Mover | None = None
         self.settles_extremum = any(op is not None and op != "sum" for op in src.partial)
         src, dst, order = _row_major(src, dst)
-        self.moves = route(src, dst, profile_of(src.mesh, transport), what)
+        self.moves = self._plan(src, dst)
         coord = src.mesh.coordinate_of(transport.rank)
-        steps = [] if coord is None else [compile_move(m, coord, transport) for m in self.moves]
+        steps = [] if coord is None else [self._step(m, coord) for m in self.moves]
         if order is not None and steps:
             inverse = tuple(sorted(range(len(order)), key=order.__getitem__))
             steps = [lambda x: x.permute(order), *steps, lambda x: x.permute(inverse)]
         self.steps: tuple[Step, ...] = tuple(steps)
+
+    def _plan(self, src: Layout, dst: Layout) -> tuple[Move, ...]:
+        """The route, of layouts in memory order."""
+        return route(src, dst, profile_of(src.mesh, self.transport), self.what)
+
+    def _step(self, move: Move, coord: tuple[int, ...]) -> Step:
+        """One move of it, as this rank carries it out."""
+        return compile_move(move, coord, self.transport)
 
     @property
     def communicates(self) -> bool:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import Mover, fresh, mover
+from shardwise.comm.rounds import bounded
 from shardwise.comm.transport import Transport, current
 from shardwise.compat import direct_apply
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.events import user_site
 from shardwise.layout import boxes
 from shardwise.layout.cut import Cut, renumbered
@@ -363,12 +364,20 @@ def redistribute(
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
     async_op: bool = False,
+    max_extra_bytes: int | None = None,
 ) -> DTensor:
     """The first call of ``DTensor.redistribute`` for a layout pair."""
     if forward_dtype is not None and forward_dtype != x._spec.layout.dtype:
         x = x.to(forward_dtype)  # pyright: ignore[reportAssignmentType]
         key = None
     own, move, out, plain = planned(x, device_mesh, placements)
+    if max_extra_bytes is not None:
+        if async_op or out.layout.mesh is not move.dst.mesh:
+            raise UnsupportedError(
+                "rounds cannot be left under way, nor lead to a slice of the mesh.",
+                tries=["leave max_extra_bytes away", "leave async_op away"],
+            )
+        move = bounded(move.src, move.dst, move.transport, max_extra_bytes)
     if async_op:
         return start(move, own, out)
     if key is not None and plain and backward_dtype is None:

@@ -427,6 +427,7 @@ class DTensor(Protocol):
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
+        max_extra_bytes: int | None = None,
     ) -> DTensor:
         """The same value in another layout. Differentiable.
 
@@ -437,6 +438,9 @@ class DTensor(Protocol):
                 and must be used first in the same order on all ranks.
             forward_dtype: Cast to this before moving.
             backward_dtype: Cast gradients to this before moving them back.
+            max_extra_bytes: Move in rounds, there and back, whose buffers take at most so many bytes on each
+                rank: next to the operand a move then holds the larger of operand and result, and those.
+                The same number on all ranks.
 
         Raises:
             LayoutError: The placements do not fit.
@@ -444,6 +448,9 @@ class DTensor(Protocol):
         spec = self._spec
         if spec.guards is not None:
             _CROSSINGS["fresh"](self)
+        if max_extra_bytes is not None:
+            more = (forward_dtype, backward_dtype, async_op, max_extra_bytes)
+            return _CROSSINGS["redistribute"](self, None, device_mesh, placements, *more)
         names = getattr(
             device_mesh, "mesh_dim_names", None
         )  # meshes that differ in names are equal
