@@ -4,6 +4,8 @@ One tensor, many devices, written as if there were one. Names follow ``torch.dis
 """
 
 from shardwise import checkpoint
+from shardwise.capture.annotate import mark_sharding
+from shardwise.capture.propagate import propagate
 from shardwise.capture.report import explain
 from shardwise.capture.step import capture
 from shardwise.comm.meshes import init_device_mesh
@@ -56,9 +58,11 @@ __all__ = [
     "linspace",
     "local_map",
     "manual_seed",
+    "mark_sharding",
     "minimize",
     "no_sync",
     "ones",
+    "propagate",
     "rand",
     "randint",
     "randn",

@@ -29,6 +29,8 @@ make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 
 # Runs a call on a wrapper as if it were a plain tensor (for metadata that C++ knows).
 DisableTorchFunction: Any = torch._C.DisableTorchFunctionSubclass
+# The same, and with torch function modes off too.
+Quiet: Any = torch._C.DisableTorchFunction
 
 TensorBase: Any = torch._C.TensorBase
 

@@ -22,18 +22,23 @@ from shardwise.tensor.whole import run_whole
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
+def attend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same computation in calls on any tensors; None where torch's own body must run."""
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return _attend(bound.arguments) if _usual(bound.arguments) else None
+
+
 @override(F.multi_head_attention_forward)
 def multi_head_attention_forward(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Attention with projections; see torch."""
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    if not _usual(given):
+    found = attend(args, kwargs)
+    if found is None:
         call = Call(func, args, kwargs, False)
         return run_whole(func, call.tensors, call.tree, call.kwargs)
-    return _attend(given)
+    return found
 
 
 def _usual(given: dict[str, Any]) -> bool:
