@@ -161,6 +161,13 @@ def test_flags_are_counted_apart_from_data():
     assert cost_of(outcome) == "flag"
 
 
+def test_pieces_of_which_each_happens_to_have_the_greatest_do_not_suffice():
+    call = Call(torch.nn.functional.one_hot, [torch.tensor([0, 3, 1, 2, 3, 0])])
+    assert not pieces_suffice(call, 2, ((Shard(0),),))
+    call = Call(lambda x: torch.nn.functional.one_hot(x, 4), call.tensors)
+    assert pieces_suffice(call, 2, ((Shard(0),),))
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_pieces_are_the_tensor(n):
     t = torch.randn(5, 3, dtype=torch.float64)

@@ -41,8 +41,8 @@ SIGNED = 4  # draws of whole numbers and of quarters; of a scalar each is one nu
 def pieces_suffice(call: Call, n: int, combo: Combo) -> bool:
     """Tell whether concatenating or summing what the op gives on the pieces is the right answer.
 
-    It must be so for the op and not by chance. So it must hold for the call's own values, for the same values in
-    another order, and for small whole numbers and quarters of both signs and other masks (random numbers are never
+    It must be so for the op and not by chance. So it must hold for the call's own values, for the same values mixed
+    and in order, and for small whole numbers and quarters of both signs and other masks (random numbers are never
     equal, and `eq` is False on pieces and whole alike), where the op takes these; and for pending sums whose addends
     are large, of either sign and another share of each element (the median of 2x and -x is 2m and -m), and which hold
     what is not finite (`nansum` of NaN + 1 is 0, not 1). And there must be pieces: a sharded dim of one row is not cut, and a
@@ -87,6 +87,7 @@ def _other_values(own: Sequence[Tensor], combo: Combo) -> Iterator[list[Tensor]]
     mixed = [_mixed(t, generator) for t in own]
     yield list(own)
     yield mixed
+    yield [_in_order(t, p) for t, (p,) in zip(own, combo)]
     yield [_numbers(t, generator, 0, 3, 1) for t in mixed]
     for _ in range(SIGNED):
         yield [_numbers(t, generator, -4, 5, 1) for t in mixed]
@@ -99,6 +100,15 @@ def _other_values(own: Sequence[Tensor], combo: Combo) -> Iterator[list[Tensor]]
 def _mixed(t: Tensor, generator: torch.Generator) -> Tensor:
     order = torch.randperm(t.numel(), generator=generator)
     return t.reshape(-1)[order].reshape(t.shape)
+
+
+def _in_order(t: Tensor, placement: Placement) -> Tensor:
+    """From the least up, slice by slice: no piece has the greatest of all but the last."""
+    if t.is_complex() or not t.ndim:
+        return t
+    dim = placement.dim if isinstance(placement, Shard) else 0
+    slices = t.movedim(dim, 0)
+    return slices.reshape(-1).sort()[0].reshape(slices.shape).movedim(0, dim)
 
 
 def _numbers(t: Tensor, generator: torch.Generator, least: int, end: int, unit: int) -> Tensor:
