@@ -122,12 +122,12 @@ def _optimizer_template(
         if inner[0] == "param_groups":
             out["param_groups"] = out["param_groups"] or []
             put(out, inner, None)
-        elif inner[0] == "state" and len(inner) == 3 and inner[1] in parameters:
+        elif inner[0] == "state" and inner[1] in parameters:
             name, what = str(inner[1]), str(inner[2])
-            have = state.get(name, {}).get(what)
+            have = state.get(name, {}).get(what) if len(inner) == 3 else None
             if isinstance(entry, TensorEntry) and not _fits(have, entry):
                 have = _blank(entry, parameters[name])
-            out["state"].setdefault(name, {})[what] = have
+            put(out["state"].setdefault(name, {}), inner[2:], have)  # lists of tensors, too
     return out
 
 

@@ -148,6 +148,12 @@ def write_files(
     def open_all() -> None:
         if target.exists() and not overwrite:
             raise CheckpointError(f"{target} is there already.", tries=["overwrite=True"])
+        others = [] if single or not target.exists() else _others(target)
+        if others:
+            raise CheckpointError(
+                f"{target} has other things in it, which would be lost: {some(others)}.",
+                tries=["another path; what belongs together can be moved there afterwards"],
+            )
         folder.mkdir(parents=True)
         for name, (head, _, size) in layouts.items():
             write_file(folder / name, head)
@@ -188,6 +194,14 @@ def write_files(
         remove_folder(folder)
     together(transport, error)
     return target
+
+
+def _others(target: Path) -> list[str]:
+    """What is at a path and is no export."""
+    if not target.is_dir():
+        return [target.name]
+    names = sorted(entry.name for entry in target.iterdir())
+    return [name for name in names if name != INDEX and not name.endswith(".safetensors")]
 
 
 def _files(spread: Mapping[str, Spread], most: float, only: str) -> dict[str, list[str]]:

@@ -128,7 +128,7 @@ def load(
         strict: Raise when a key is missing, unexpected or mismatched. Of a state that names only some of the
             containers at the top, what is stored in the others is not unexpected. With False these keys are
             left as they are, and reported.
-        cast: Convert where the stored dtype is another one.
+        cast: Convert where the stored dtype is another one; complex numbers only to complex ones.
         unsafe_objects: Unpickle stored objects without restraint, which runs any code that the file
             holds. Without it numbers, strings, tensors and containers of them can be read.
         verify: Check the checksums, where there are some.
@@ -165,7 +165,8 @@ def load(
     for key, value in objects.items():
         if key in flat:
             put(nested, paths[key], value)
-    fold(state, nested)
+    _, error = attempt(lambda: fold(state, nested), "what was loaded is not taken")
+    together(transport, error)
     return report
 
 
@@ -177,6 +178,11 @@ def _unwritable(flat: Mapping[str, Any]) -> str:
             )
         if isinstance(value, Tensor) and value.layout != torch.strided:
             return f"{key} is not strided ({value.layout})."
+        local = value._local if isinstance(value, DTensor) else value
+        if isinstance(local, Tensor) and any(
+            s == 0 and n > 1 for n, s in zip(local.shape, local.stride())
+        ):
+            return f"{key} is expanded: several of its elements share memory."
     return ""
 
 
@@ -299,7 +305,10 @@ def _mismatch(slot: Slot, entry: Entry, options: _Options) -> tuple[str, str] | 
     stored = f"{str(entry.dtype).removeprefix('torch.')}{list(entry.shape)}"
     if slot.dtype is None:
         return stored, "an object"
-    right = entry.shape == slot.shape and (options.cast or entry.dtype == slot.dtype)
+    lossless = slot.dtype.is_complex or not entry.dtype.is_complex
+    right = entry.shape == slot.shape and (
+        entry.dtype == slot.dtype or (options.cast and lossless)
+    )
     return None if right else (stored, slot.text())
 
 

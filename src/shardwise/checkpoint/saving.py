@@ -125,7 +125,8 @@ def save(
         path: The folder of the checkpoint; with ``step`` the folder that holds one for each step.
         step: Save as the checkpoint of this step, below ``path``.
         keep: Afterwards remove all but the newest so many complete checkpoints. Needs ``step``.
-        overwrite: Replace a checkpoint that is there. It is removed only when the new one is complete.
+        overwrite: Replace a checkpoint that is there. It is removed only when the new one is complete. A file, or
+            a folder that has things in it and is no checkpoint, is never replaced.
 
     Returns:
         The folder of the checkpoint.
@@ -394,6 +395,8 @@ def _look(state: Mapping[str, Any], keep: int | None, step: int | None) -> Any:
             f"keep={keep} with step={step}: the newest {keep} of a series of steps cannot be kept.",
             tries=["save(state, path, step=step, keep=3)"],
         )
+    if step is not None and step < 0:
+        raise CheckpointError(f"step={step}: steps are counted from 0.")
     flat, paths = flatten(unfold(state))
     for key, value in flat.items():
         if isinstance(value, Tensor) and value.is_meta:
@@ -424,6 +427,11 @@ def _open(target: Path, folder: Path, overwrite: bool) -> None:
                 "overwrite=True: it is removed when the new one is complete",
                 "another path, or step=",
             ],
+        )
+    if target.exists() and not series.may_replace(target):
+        raise CheckpointError(
+            f"{target} is no checkpoint, and so is not replaced, overwrite=True or not.",
+            tries=["another path"],
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir()

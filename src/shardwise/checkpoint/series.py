@@ -68,6 +68,16 @@ def is_complete(folder: Path) -> bool:
     return (folder / METADATA).is_file() or any(folder.glob("*.safetensors"))
 
 
+def may_replace(target: Path) -> bool:
+    """Whether a save may remove what is there: a checkpoint, damaged or not, or an empty folder."""
+    if not target.is_dir():
+        return False
+    names = [entry.name for entry in target.iterdir()]
+    return not names or any(
+        name in (METADATA, SIDECAR) or name.endswith(".distcp") for name in names
+    )
+
+
 def all_files_are_there(folder: Path) -> bool:
     """Whether no file of a checkpoint was lost or cut since, as far as their sizes tell."""
     try:
