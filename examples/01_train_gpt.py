@@ -132,19 +132,26 @@ def train(options, text, mesh=None, tick=lambda: None):
             return pair
         return [shardwise.distribute_tensor(x, mesh, [Shard(0)]) for x in pair]
 
+    def step(batches):
+        losses = []
+        for tokens, targets in batches:
+            loss = F.cross_entropy(model(tokens).view(-1, VOCAB), targets.view(-1))
+            (loss / MICRO_BATCHES).backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    if options.capture and mesh is not None:
+        step = shardwise.capture(step)  # the same step, run as one graph from the second time on
+
     for _ in range(options.steps):
-        start, total = time.perf_counter(), 0.0
+        start = time.perf_counter()
         with shardwise.CommLog() as run.log:
-            for _ in range(MICRO_BATCHES):
-                tokens, targets = batch()
-                loss = F.cross_entropy(model(tokens).view(-1, VOCAB), targets.view(-1))
-                (loss / MICRO_BATCHES).backward()
-                total += loss.item() / MICRO_BATCHES
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        run.losses.append(total)
+            losses = step([batch() for _ in range(MICRO_BATCHES)])
+            run.losses.append(sum(loss.item() for loss in losses) / MICRO_BATCHES)
+        schedule.step()
         run.seconds.append(time.perf_counter() - start)
         tick()
     if mesh is not None:
@@ -198,6 +205,7 @@ def parse(args=None):
     add("--steps", type=int, default=50)
     add("--mesh", type=int, nargs="+", default=[2, 2], help="sizes of dp and (optional) tp")
     add("--dtype", choices=list(BOUND), default="float32")
+    add("--capture", action="store_true", help="capture the sharded step as one graph")
     add("--shard-vocab", action="store_true", help="cut the tied embedding over tp, too")
     add("--layers", type=int, default=3)
     add("--width", type=int, default=128)

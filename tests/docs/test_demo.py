@@ -54,6 +54,16 @@ def test_same_losses_with_uneven_pieces(demo):
     assert demo.difference(plain.losses, sharded.losses) <= 1e-10
 
 
+@pytest.mark.parametrize("more", [[], ["--shard-vocab"]])
+def test_the_captured_step_has_the_losses_and_bytes_of_the_eager_one(demo, more):
+    _, eager = train_both(demo, *more)
+    plain, captured = train_both(demo, "--capture", *more)
+    assert captured.losses == eager.losses
+    assert demo.difference(plain.losses, captured.losses) <= 1e-5
+    assert captured.log.bytes <= eager.log.bytes
+    assert captured.log.count() <= eager.log.count()
+
+
 def test_every_call_has_a_rule(demo):
     with shardwise.strict():
         train_both(demo, "--steps", "2")
