@@ -144,7 +144,9 @@ def train(options, text, mesh=None, tick=lambda: None):
         return losses
 
     if options.capture and mesh is not None:
-        step = shardwise.capture(step)  # the same step, run as one graph from the second time on
+        step = shardwise.capture(
+            step
+        )  # the same step, run as one graph from the second time on
 
     for _ in range(options.steps):
         start = time.perf_counter()

@@ -35,9 +35,14 @@ class Recorder(Protocol):
         """What stands for the state of a generator: equal before the same draws."""
 
     def effect(
-        self, name: str, call: Callable[..., Any], *args: Any, random: bool = False
+        self,
+        name: str,
+        call: Callable[..., Any],
+        *args: Any,
+        random: bool = False,
+        writes: bool = True,
     ) -> None:
-        """Note a call to be made again at every run for what it does to the memory of its arguments."""
+        """Note a call to be made again at every run for what it does, to the memory of its arguments above all."""
 
     def block(self, name: str, x: Any, call: Callable[[Any], Any]) -> Any:
         """Note ``call(x)`` as one thing, as a move is: what it sends may travel with others."""
@@ -64,3 +69,12 @@ def record_with(tape: Recorder | None) -> Iterator[None]:
         yield
     finally:
         _RECORDER.reset(token)
+
+
+def at_each_run(name: str, check: Callable[..., None], *args: Any) -> None:
+    """Make a check of values: now, and if a step is being recorded, at each of its runs instead."""
+    tape = recorder()
+    if tape is None:
+        check(*args)
+    else:
+        tape.effect(name, check, *args, writes=False)

@@ -39,7 +39,10 @@ def _node_lines(n: Node) -> Iterator[str]:
         shape = "" if mover is None else f" of {list(mover.src.shape)} {mover.src.dtype}"
         yield f"{n.name}{shape}{at}"
     elif n.kind == "start":
-        yield f"{n.name.removeprefix('start ')} {n.args[0].fake.dtype}{at}"
+        info = n.info
+        what = f"{info['kind']} {info.get('op', '')}".strip()
+        over = info.get("tag") or f"{len(info['ranks'])} ranks"
+        yield f"{what} over {over}, {n.args[0].fake.dtype}{at}"
     elif n.kind == "opaque" and n.name == "draw":
         yield f"draw {n.args[0]} of {n.args[1]}{at}"
 

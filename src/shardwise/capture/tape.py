@@ -411,11 +411,16 @@ class Tape(TorchDispatchMode):
         self._draws[id(None)] = getattr(state, "_shardwise_position", (object(), 0))
 
     def effect(
-        self, name: str, call: Callable[..., Any], *args: Any, random: bool = False
+        self,
+        name: str,
+        call: Callable[..., Any],
+        *args: Any,
+        random: bool = False,
+        writes: bool = True,
     ) -> None:
-        """Note a call for what it does: it writes what it is given."""
+        """Note a call for what it does: it writes the tensors that it is given, or only looks at them."""
         own = tuple(self._own(a) for a in args)
-        written = [a for a in args if isinstance(a, Tensor)]
+        written = [a for a in args if writes and isinstance(a, Tensor)]
         node = self._note("effect", name, call, own, {}, (), None, written, draws=random)
         if not written:
             node.reads |= {OUTSIDE}

@@ -294,6 +294,7 @@ class Reducers:
     def __init__(self, parts: list[Reducer]) -> None:
         self.parts = parts
         self._task: int | None = None
+        self._noted_sums: list[tuple[Slot, Tensor]] = []
         self._remove = [self._hook(part, slot) for part in parts for slot in part.slots]
 
     def _hook(self, part: Reducer, slot: Slot) -> Callable[[], None]:
@@ -354,8 +355,7 @@ class Reducers:
         if not bucket.missing:
             part.start()
 
-    @staticmethod
-    def _noted(tape: Recorder, part: Reducer, slot: Slot) -> None:
+    def _noted(self, tape: Recorder, part: Reducer, slot: Slot) -> None:
         """In a step that is recorded each gradient is summed for itself: buckets are cut over the whole step."""
         g = slot.local.grad if slot.leaf is None else slot.leaf.pending
         assert g is not None, "a hook runs after a gradient has come"
@@ -366,7 +366,15 @@ class Reducers:
         def summed(x: Tensor) -> Tensor:
             return part.transport.all_reduce(x, part.ranks, "sum", tag=part.tag)
 
-        slot.give(tape.block(f"sum over {part.tag}", g, summed))
+        if not self._noted_sums:
+            queue_callback(self._give_noted)
+        self._noted_sums.append((slot, tape.block(f"sum over {part.tag}", g, summed)))
+
+    def _give_noted(self) -> None:
+        """Nothing uses one sum before all are there, so that they may travel together."""
+        noted, self._noted_sums = self._noted_sums, []
+        for slot, g in noted:
+            slot.give(g)
 
     def _end(self) -> None:
         """Backward is over: send the rest, wait for all."""

@@ -17,6 +17,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from shardwise.compat import direct_op
+from shardwise.recording import at_each_run
 from shardwise.rules.loss import HALVES, bind, divided, parameter_names, reduction_of
 from shardwise.rules.notation import Arg, Labels, LocalProgram, Rule, numbered
 from shardwise.rules.registry import functions, rule
@@ -216,7 +217,7 @@ class _Loss:
             if weight is not None:
                 share = share * weight.view(-1, *(1,) * (x.ndim - dim - 1))
             return ((x if lse is None else x - lse.unsqueeze(dim)) * -share).sum(dim)
-        _check_targets(target, self.ignore, classes)
+        at_each_run("check targets", _check_targets, target, self.ignore, classes)
         inside, near = self.places(ctx, target, here)
         at = near.unsqueeze(dim)
         picked = (

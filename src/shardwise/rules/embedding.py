@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from shardwise.recording import at_each_run
 from shardwise.rules.notation import WHOLE, Arg, LocalProgram, Rule, numbered
 from shardwise.rules.registry import rule
 
@@ -78,7 +79,7 @@ def embedding(
             return F.embedding(
                 input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq
             )
-        _check_ids(input, rows)
+        at_each_run("check ids", _check_ids, input, rows)
         return _rows(input, weight, ctx.start(at, 0), padding)
 
     return _lookup(input, weight, local, scale_grad_by_freq, sparse)
@@ -99,7 +100,7 @@ def embedding_of(
     def local(ctx: Any, weight: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
         if ctx.group("v").size == 1:
             return F.embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
-        _check_ids(indices, rows)
+        at_each_run("check ids", _check_ids, indices, rows)
         return _rows(indices, weight, ctx.start(at, 0), padding)
 
     return _lookup(indices, weight, local, scale_grad_by_freq, sparse)
@@ -156,7 +157,7 @@ def embedding_bag(  # noqa: PLR0913  torch's parameters
         given: dict[str, Any] = dict(zip(_BAG_NAMES, args)) | kwargs | {"sparse": False}
         if not ctx.axes.keys() & {"v", "l"}:
             return F.embedding_bag(input, weight, **given)
-        _check_ids(input, ctx.ins[table].shape[0])
+        at_each_run("check ids", _check_ids, input, ctx.ins[table].shape[0])
         ids, shares = input.reshape(-1), given.get("per_sample_weights")
         bounds = _bounds(input, given, ctx.start(at, 0) if input.ndim == 1 else 0)
         near = ids - ctx.start(table, 0)

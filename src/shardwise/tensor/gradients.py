@@ -204,12 +204,14 @@ def _serial(leaf: Leaf) -> int:
 def _finish(waiting: dict[int, list[Leaf]], task: int) -> None:
     leaves = waiting.pop(task)
     leaves.sort(key=_serial)
+    if recorder() is not None:
+        _note_reductions(leaves)
     buckets: dict[tuple[Bucket, torch.dtype], list[Leaf]] = {}
     for leaf in leaves:
         g = leaf.pending
         if g is None:  # a hook has cleared it meanwhile, on every rank
             continue
-        if leaf.bucket is None or g.requires_grad or recorder() is not None:
+        if leaf.bucket is None or g.requires_grad:
             leaf.pending = None
             leaf.add(leaf.reduce(g))
             continue
@@ -229,6 +231,18 @@ def _finish(waiting: dict[int, list[Leaf]], task: int) -> None:
         if leaf.hooks:
             for hook in list(leaf.hooks.values()):
                 hook()
+
+
+def _note_reductions(leaves: list[Leaf]) -> None:
+    """In a step that is recorded each gradient is reduced for itself: buckets are cut over the whole step.
+
+    Nothing uses one before all are there, so that they may travel together.
+    """
+    found = [(leaf, leaf.pending) for leaf in leaves if leaf.pending is not None]
+    reduced = [leaf.reduce(g) for leaf, g in found]
+    for (leaf, _), g in zip(found, reduced):
+        leaf.pending = None
+        leaf.add(g)
 
 
 def _cut(group: list[Leaf]) -> list[list[Leaf]]:
