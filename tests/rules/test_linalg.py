@@ -167,3 +167,18 @@ def test_right_hand_sides_of_which_a_rank_has_none() -> None:
         args, combo = [b, lu, pivots], ((S(1),), (R,), (R,))
         assert not sweep(torch.lu_solve, *args, meshes=((4,),), extra=1)
         assert not bytes_moved(torch.lu_solve, args, (4,), combo)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (L.cond, [(2, 3, 3)]),
+        (L.householder_product, [(2, 3, 3), (2, 3)]),
+        (lambda x: L.vander(x, N=3), [(2, 5)]),
+    ],
+)
+def test_second_gradients_where_a_rank_has_no_matrix(
+    fn: Any, shapes: list[tuple[int, ...]]
+) -> None:
+    args = [rand(*shape) for shape in shapes]
+    assert not sweep(fn, *args, meshes=((4,),), extra=0, twice=True)

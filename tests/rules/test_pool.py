@@ -118,3 +118,8 @@ def test_windows_at_random_places(dims: int) -> None:
         assert not bytes_moved(lambda x: pool(x, 2, output_size=3), args, (2,), ((S(d),),))
     with pytest.raises(ValueError, match="requires specifying either"):
         bytes_moved(lambda x: pool(x, 2), [x], (2,), ((S(0),),))
+
+
+def test_second_gradients_of_windows_of_which_a_rank_has_one_or_none() -> None:
+    fn = lambda x: F.adaptive_avg_pool1d(x, 5)  # noqa: E731
+    assert not sweep(fn, rand(3, 2, 9), meshes=((4,),), extra=0, twice=True)

@@ -136,3 +136,9 @@ def test_no_difference_at_all(x: torch.Tensor) -> None:
     assert not sweep(fn, x, before, extra=4)
     for combo in (((S(0),), (R,)), ((R,), (S(0),)), ((S(1),), (S(1),))):
         assert not bytes_moved(fn, [x, before], (4,), combo)
+
+
+def test_second_gradients_of_products_where_a_rank_has_one_row_or_none(x: torch.Tensor) -> None:
+    fn = lambda x: x.cumprod(1)  # noqa: E731
+    for t in (x, x[:, :1, :1].clone()):
+        assert not sweep(fn, t, meshes=((4,),), extra=0, twice=True)

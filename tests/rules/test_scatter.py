@@ -232,3 +232,19 @@ def test_replaced_parts() -> None:
         return torch.slice_scatter(x, s, 0, 1, 3), x.select_scatter(t, 1, 2)
 
     assert not sweep(twice(replaced), X, rand(2, 3, 7), rand(5, 7), meshes=SMALL, extra=2)
+
+
+def test_second_gradients_of_products_by_place() -> None:
+    """Zeros that go to other ranks' rows are not several at one place here."""
+    x = torch.tensor([[0.0, 13.0], [2.0, 17.0]], dtype=torch.float64)
+    src = torch.tensor([[0.0, 0.0, 2.0], [3.0, 0.0, 0.0]], dtype=torch.float64)
+    index = torch.tensor([[0, 1, 1], [1, 0, 1]])
+
+    def placed(x: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        return x.scatter_reduce(1, index, src, "prod")
+
+    def rows(x: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        return x.index_reduce(1, index[0, :2], src[:, :2], "prod")
+
+    for fn in (placed, rows):
+        assert not sweep(fn, x, src, meshes=((2,), (4,)), extra=0, twice=True)

@@ -26,6 +26,7 @@ from shardwise.rules import (  # noqa: F401
     recurrent,
     reduce,
     replaced,
+    resize,
     scan,
     scatter,
     slicing,

@@ -40,13 +40,37 @@ def nothing(
     """
     first = next(t for t in tensors if t is not None)
     made = torch.empty(tuple(shape), dtype=dtype or first.dtype, device=first.device)
-    if saved and torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                none = t.reshape(-1)[:0]  # squared, not times zero: that would make NaN of inf
-                made = made + (none * none).sum().to(made.dtype)
-        return made
-    return tied(made, tensors)
+    return marked(made, tensors) if saved else tied(made, tensors)
+
+
+def marked(
+    result: Tensor, tensors: Sequence[Tensor | None], linear: Sequence[Tensor] = ()
+) -> Tensor:
+    """A result whose gradients have graphs of their own, as they do where the op's backward reads the tensors again.
+
+    Some kernels leave that out where there is little or nothing to do, and ranks that differ in it wait for ever.
+
+    Args:
+        result: Floating or complex; it keeps its values.
+        tensors: What the op reads.
+        linear: Those of them in which the op is linear: no gradient has a graph for their sake alone.
+    """
+    if not torch.is_grad_enabled() or not (result.is_floating_point() or result.is_complex()):
+        return result
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    sums = [
+        t.reshape(-1)[:0].sum() for t in wanted
+    ]  # not times zero: that would make NaN of inf
+    straight = [any(t is other for other in linear) for t in wanted]
+    for i, a in enumerate(sums):
+        for j in range(i, len(sums)):
+            if straight[i] and straight[j]:
+                continue
+            term = a * sums[j]
+            if term.is_complex() and not result.is_complex():
+                term = torch.view_as_real(term).sum()
+            result = result + term.to(result.dtype)
+    return result
 
 
 class Unempty:

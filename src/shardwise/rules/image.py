@@ -59,8 +59,6 @@ def _spatial(func: Callable[..., Any], dims: int | None) -> None:
     rule(func)(spatial)
 
 
-for _name in ("interpolate", "upsample", "upsample_nearest", "upsample_bilinear"):
-    _spatial(getattr(F, _name), None)
 for _name in (
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
     "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rules.edges import Unempty, tied
+from shardwise.rules.edges import marked, nothing, tied
 from shardwise.rules.loss import bind
 from shardwise.rules.notation import (
     ONE,
@@ -53,6 +53,12 @@ def like_torch(
     return [(tuple(t.shape), tuple(t.stride()), t.dtype) for t in results]
 
 
+def with_marks(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    """``with_edges`` for a single result that some kernel of the call leaves without a second gradient."""
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    return marked(with_edges(ctx, *args, **kwargs), tensors)
+
+
 def with_edges(ctx: Any, *args: Any, **kwargs: Any) -> Any:
     """The call on a piece; results of an empty one keep their edges, which some kernels drop."""
     got = ctx.func(*args, **kwargs)
@@ -71,18 +77,19 @@ class _Together:
     Attributes:
         names: The factors of the batch.
         batch: Its global shape.
+        call: Runs on the piece.
     """
 
-    __slots__ = ("batch", "names")
+    __slots__ = ("batch", "call", "names")
 
-    def __init__(self, names: Labels, batch: tuple[int, ...]) -> None:
-        self.names, self.batch = names, batch
+    def __init__(self, names: Labels, batch: tuple[int, ...], call: Any = with_edges) -> None:
+        self.names, self.batch, self.call = names, batch, call
 
     def __call__(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Run, and compare notes."""
         got, error = None, None
         try:
-            got = with_edges(ctx, *args, **kwargs)
+            got = self.call(ctx, *args, **kwargs)
         except Refused as refused:
             error = refused
         group = ctx.group(*(n for n in self.names if n in ctx.axes))
@@ -118,7 +125,7 @@ _NONE = 2**62  # no element of any batch
 
 
 def _batched(
-    cores: Cores, outs: Cores | None, *, fails: bool = False
+    cores: Cores, outs: Cores | None, *, fails: bool = False, call: Any = with_edges
 ) -> Callable[[Any], Callable[..., Rule | None]]:
     """Rules of ops on stacks of matrices.
 
@@ -126,6 +133,7 @@ def _batched(
         cores: How many dims at the end of each operand are worked on whole; of further operands, none.
         outs: The same of each result; None if what is left of it once the batch is taken off.
         fails: The kernel refuses some matrices.
+        call: Runs on the piece.
     """
 
     def of(func: Any) -> Callable[..., Rule | None]:
@@ -140,7 +148,7 @@ def _batched(
             names = numbered("b", len(batch))
             ins = {a: (*_lead(a, n, names), *(WHOLE,) * n) for a, n in zip(operands, own)}
             results = like_torch(func, args, kwargs)
-            return _rule_of(ins, names, batch, results, outs, fails)
+            return _rule_of(ins, names, batch, results, outs, fails, call)
 
         return batched
 
@@ -154,6 +162,7 @@ def _rule_of(
     results: Any,
     outs: Cores | None,
     fails: bool,
+    call: Any,
 ) -> Rule | None:
     if results is None or any(shape[: len(batch)] != batch for shape, *_ in results):
         return None
@@ -164,7 +173,7 @@ def _rule_of(
         ins,
         tuple((*names, *(WHOLE,) * n) for n in rest),
         special=frozenset(names) if fails else frozenset(),
-        local=_Together(names, batch) if fails else with_edges,
+        local=_Together(names, batch, call) if fails else call,
         always_local=some_empty(ins),
         out_shapes=tuple(shape for shape, *_ in results),
         out_strides=tuple(stride for _, stride, _ in results),
@@ -211,18 +220,20 @@ _NEVER_FAIL = frozenset(
 def _register() -> None:
     for name, outs in _MATRICES.items():
         for f in functions(name):
-            rule(f)(_batched((2,), outs, fails=name not in _NEVER_FAIL)(f))
+            call = with_marks if name == "cond" else with_edges
+            rule(f)(_batched((2,), outs, fails=name not in _NEVER_FAIL, call=call)(f))
     for f in functions("matrix_power"):
         rule(f)(_power_of(f))
     for name in ("householder_product", "orgqr"):
         for f in functions(name):
-            rule(f)(_batched((2, 1), (2,))(f))
+            rule(f)(_batched((2, 1), (2,), call=with_marks)(f))
     for f in functions("lu_unpack"):
         rule(f)(_batched((2, 1), None)(f))
     for name, (cores, outs) in _ATEN.items():
         if hasattr(torch.ops.aten, name):
             for f in functions(f"aten.{name}"):
-                rule(f)(_batched(cores, outs, fails=name not in _NEVER_FAIL)(f))
+                call = with_marks if name == "linalg_householder_product" else with_edges
+                rule(f)(_batched(cores, outs, fails=name not in _NEVER_FAIL, call=call)(f))
 
 
 _register()
@@ -281,7 +292,9 @@ def _solver(
         if any(shape[: len(batch)] != batch for shape, *_ in results):
             return None
         rest = [(*lead, *side), *((*lead, *(WHOLE,) * n) for n in outs[1:])]
-        local: Any = _SOLVED if len(outs) == 1 else with_edges
+        local: Any = with_edges
+        if len(outs) == 1:
+            local = partial(_solved, (*names, "upper", "transpose", "unitriangular"), right)
         local = _Together(lead, batch) if fails else local
         return Rule(
             ins,
@@ -300,7 +313,17 @@ def _solver(
     rule(func)(solver)
 
 
-_SOLVED = Unempty(saved=True)
+def _solved(names: tuple[str, ...], right: str, ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The call on a piece; one without right-hand sides has nothing to solve."""
+    shape = ctx.outs[0].local_shape
+    if 0 not in shape:
+        return ctx.func(*args, **kwargs)
+    given = bind(names, args, kwargs)
+    tensors = [t for t in given.values() if isinstance(t, Tensor)]
+    made = nothing(shape, tensors, given[right].dtype)
+    return marked(made, tensors, [given[right]])
+
+
 _VECTORS = frozenset(("pivots", "LU_pivots", "tau"))
 _TAKES_VECTORS = frozenset([_L.solve, _L.solve_ex, *functions("aten._linalg_solve_ex.default")])
 
@@ -457,16 +480,15 @@ def _powers(func: Any) -> Callable[..., Rule | None]:
         count = x.shape[-1] if N is None else N
         names = numbered("d", x.ndim)
 
-        def localize(
-            ctx: Any, x: Any, *args: Any, **kwargs: Any
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def local(ctx: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             more = {} if increasing is None else {"increasing": increasing}
-            return (x,), {"N": count, **more}
+            return marked(func(x, N=count, **more), [x])
 
         return Rule(
             {x: names},
             ((*names, WHOLE),),
-            localize=localize,
+            local=local,
+            always_local=x.layout.is_sharded,
             out_shapes=((*x.shape, count),),
         )
 

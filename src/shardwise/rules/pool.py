@@ -14,7 +14,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from shardwise.compat import NN_BUILTINS
-from shardwise.rules.edges import Unempty, nothing
+from shardwise.rules.edges import Unempty, marked, nothing
 from shardwise.rules.linalg import like_torch
 from shardwise.rules.loss import bind
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, some_empty
@@ -337,7 +337,8 @@ class _AdaptivePieces:
             values, places = zip(*parts)
             return torch.cat(values, first + d), torch.cat(places, first + d)
         if not self.indices:
-            return self.func(x, size if len(size) > 1 else size[0])
+            # A mean, which has no gradient of its gradient, where one row comes out.
+            return marked(self.func(x, size if len(size) > 1 else size[0]), [x])
         y, places = self.func(x, size if len(size) > 1 else size[0])
         return y, flat_places(places, x.shape[first:], starts, whole)
 

@@ -5,13 +5,12 @@ What is sent is one row per rank: the piece's total.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.rules.edges import nothing
+from shardwise.rules.edges import marked, nothing
 from shardwise.rules.notation import WHOLE, Arg, LocalProgram, Rule, numbered
 from shardwise.rules.reduce import dims_of, is_inexact, wide
 from shardwise.rules.registry import rule
@@ -63,14 +62,15 @@ def cumprod(input: Arg, dim: Any, *, dtype: Any = None, **more: Any) -> Rule | N
     def local(ctx: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
         d = dim % input.ndim
         group = ctx.group(f"d{d}")
-        if group.size == 1 and not input.numel():  # torch's gradient of it has none in turn
-            return (input * input).to(dtype or input.dtype)
         own = torch.cumprod(input, d, dtype=dtype)
-        totals = group.stack(torch.prod(input, d, keepdim=True, dtype=own.dtype))
-        return own * totals[: group.index].prod(0, dtype=own.dtype)
+        if group.size > 1:
+            totals = group.stack(torch.prod(input, d, keepdim=True, dtype=own.dtype))
+            own = own * totals[: group.index].prod(0, dtype=own.dtype)
+        return marked(own, [input])  # torch's gradient of one element, or none, has no graph
 
-    empty = input.layout.has_empty()
-    return None if more.keys() - {"out"} else _scan(input, dim, local, always_local=empty)
+    if more.keys() - {"out"}:
+        return None
+    return _scan(input, dim, local, always_local=input.layout.is_sharded)
 
 
 @rule("logcumsumexp", "aten.logcumsumexp")
@@ -92,8 +92,7 @@ def logcumsumexp(input: Arg, dim: Any, **more: Any) -> Rule | None:
         scan = torch.logcumsumexp(torch.cat((before, x), d), d)
         return scan.narrow(d, 1, x.shape[d]).to(input.dtype)
 
-    made = _scan(input, dim, local)
-    return None if made is None else replace(made, always_local=input.layout.has_empty())
+    return _scan(input, dim, local, always_local=input.layout.has_empty())
 
 
 def _log_total(x: Tensor, dim: int, *, keepdim: bool = False) -> Tensor:

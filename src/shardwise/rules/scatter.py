@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.rules.edges import marked
 from shardwise.rules.index import found_dims
 from shardwise.rules.masked import filled_by_mask
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, numbered
@@ -525,15 +526,41 @@ def scatter_reduce(
     if reduce == "sum" and include_self:
         return _elementwise_along(input, dim, index, src, True)
     made = _elementwise_along(input, dim, index, src, False)
-    return _reduced(made, input, reduce, include_self)
+    return _reduced(made, input, dim, reduce, include_self)
 
 
-def _reduced(made: Rule | None, x: Arg, reduce: Any, include_self: bool) -> Rule | None:
+def _reduced(
+    made: Rule | None, x: Arg, dim: int, reduce: Any, include_self: bool
+) -> Rule | None:
     """A product is linear in what it is multiplied into; what else is reduced is not."""
     if made is None:
         return None
     linear = (frozenset([x]),) if reduce == "prod" and include_self else ()
-    return replace(made, linear=linear, addends=frozenset())
+    made = replace(made, linear=linear, addends=frozenset())
+    inner, at = made.local, dim % x.ndim
+    if reduce != "prod" or inner is None:
+        return made
+
+    def local(ctx: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if f"d{at}" in ctx.axes and len(args) > 2 and isinstance(args[2], Tensor):
+            args = (*args[:2], _ours_or_one(ctx, at, *args[1:3]), *args[3:])
+        out = inner(ctx, input, *args, **kwargs)
+        if out is input:  # in place
+            return out
+        return marked(out, [t for t in (input, *args) if isinstance(t, Tensor)])
+
+    return replace(made, local=local, always_local=x.layout.has_empty())
+
+
+def _ours_or_one(ctx: Any, at: int, index: Tensor, src: Tensor) -> Tensor:
+    """Factors for this rank's piece; ones for others: torch does not differentiate several zeros at a place twice."""
+    start, count = ctx.ins[0].offsets[at], ctx.ins[0].local_shape[at]
+    ours = (index >= start) & (index < start + count)
+    if index.ndim == src.ndim:
+        src = src[tuple(slice(n) for n in index.shape)]
+    else:
+        ours = ours.view(-1, *(1,) * (src.ndim - 1 - at))
+    return torch.where(ours, src, torch.ones_like(src))
 
 
 def index_reduce(
@@ -547,7 +574,7 @@ def index_reduce(
 ) -> Rule | None:
     """Rows reduced by positions."""
     made = _by_vector(input, dim, index, source, False)
-    return _reduced(made, input, reduce, include_self)
+    return _reduced(made, input, dim, reduce, include_self)
 
 
 _register("index_add", index_add, _added_in_place(index_add))
