@@ -1,0 +1,114 @@
+"""Captured steps in real processes: bit for bit those of eager mode, with the collectives that were promised."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+STEPS = """
+import copy
+import torch
+from torch import nn
+import torch.nn.functional as F
+import shardwise
+from shardwise import Shard
+from shardwise.capture.report import summary
+from shardwise.parallel import (
+    ColwiseParallel, RowwiseParallel, data_parallel, fully_shard, parallelize_module,
+)
+
+torch.set_num_threads(1)
+mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(16), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(16, 33), nn.Linear(33, 16)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def replicated(model):
+    shardwise.distribute_module(model, mesh)
+    return model, lambda t: shardwise.DTensor.from_local(t, mesh, [Shard(0)], run_check=False)
+
+
+def sharded(model):
+    for block in model:
+        fully_shard(block, mesh)
+    return fully_shard(model, mesh), lambda t: t
+
+
+def tensor(model):
+    for block in model:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model.eval(), lambda t: t  # plain dropout outside the styles would differ between ranks
+
+
+def run(make, wrap):
+    torch.manual_seed(0)
+    model, put = make(nn.Sequential(*(Block() for _ in range(3))))
+    groups = {}
+    for p in model.parameters():
+        groups.setdefault(type(p.data), []).append(p)
+    optimizer = torch.optim.AdamW([{"params": ps} for ps in groups.values()], foreach=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+
+    def step(x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = wrap(step)
+    torch.manual_seed(7)
+    out = []
+    for i in range(COUNT):
+        x, y = (torch.randn(4, 16) for _ in range(2))
+        if make is not tensor:
+            x, y = x + mesh.get_rank(), y - mesh.get_rank()
+        with shardwise.CommLog() as log:
+            out.append(step(put(x), put(y)))
+        schedule.step()
+    return [*out, *model.parameters()], step, log
+
+
+COUNT = 60
+for make in (replicated, data_parallel_ := lambda m: (data_parallel(m, mesh), lambda t: t), sharded, tensor):
+    expected, _, eager = run(make, lambda f: f)
+    got, step, log = run(make, shardwise.capture)
+    for a, b in zip(expected, got, strict=True):
+        a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
+        assert torch.equal(a, b), make
+    assert step.captures == 1
+    facts = summary(step.last.step)
+    assert facts["bytes"] == log.bytes <= eager.bytes, (facts, log.bytes, eager.bytes)
+    assert sum(facts["collectives"].values()) == log.count(), (facts, log.count())
+    print(getattr(make, "__name__", "?"), facts["collectives"])
+"""
+
+
+@pytest.mark.multi
+def test_captured_steps_over_gloo(tmp_path):
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert "replicated {'all_reduce': 1}" in lines
+    assert "<lambda> {'all_reduce': 1}" in lines
+    assert "sharded {'all_gather': 6, 'reduce_scatter': 3}" in lines
+    assert "tensor {'all_reduce': 6}" in lines
