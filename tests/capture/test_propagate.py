@@ -17,6 +17,7 @@ from shardwise import (
     DTensor,
     Replicate,
     Shard,
+    capture,
     distribute_module,
     distribute_tensor,
     init_device_mesh,
@@ -519,6 +520,60 @@ def test_a_call_without_a_rule_stops_layouts_alone() -> None:
     plan = propagate(fn, torch.randn(4, 4), mesh=TP)
     assert plan.layouts["result.1"].spec == ("tp", None)
     assert plan.layouts["x"].spec == ("tp", None)
+
+
+def test_several_axes_on_a_dim_keep_their_order() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        x = mark_sharding(x, (("tp", "dp"), None))
+        return (x @ w).view(4, 2, 6).relu()
+
+    plan = propagate(fn, torch.randn(8, 6), torch.randn(6, 6), mesh=DP_TP)
+    assert plan.layouts["x"].spec == (("tp", "dp"), None)
+    assert plan.layouts["w"].is_replicated
+    assert plan.layouts["result"].spec == (("tp", "dp"), None, None)
+    part = propagate(
+        lambda x: mark_sharding(x, (("tp", "dp"), None)).view(2, 4, 6),
+        torch.randn(8, 6),
+        mesh=DP_TP,
+    )
+    assert part.layouts["result"].spec == ("tp", None, None)  # two rows: as far as it goes
+    assert [c.axes for c in part.conflicts] == [("dp",)]
+
+
+def test_all_ranks_find_the_same() -> None:
+    def run() -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        return str(
+            propagate(Transformer(1, mesh), torch.zeros(4, 6, dtype=torch.long), mesh=mesh)
+        )
+
+    assert len(set(simulate(run, 4))) == 1
+
+
+def test_a_captured_step_keeps_marks() -> None:
+    tokens = torch.randint(0, WORDS, (4, 6))
+    plan = propagate(Transformer(1, DP_TP), tokens, mesh=DP_TP)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = distribute_tensor(tokens, mesh)  # the mark in the model cuts it
+        losses = []
+        for wrapped in (lambda f: f, capture):
+            model = plan.apply(Transformer(1, mesh))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(x: Any, model: Any = model, optimizer: Any = optimizer) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(model, x)
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            run_step = wrapped(step)
+            losses.append([run_step(x).full_tensor().item() for _ in range(3)])
+        assert losses[0] == losses[1]
+
+    simulate(run, 4)
 
 
 # ---- mark_sharding by itself --------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -259,23 +260,35 @@ def mark_sharding(x: Tensor, mesh: Any = None, partition_spec: Any = _ABSENT) ->
         raise LayoutError(
             "mark_sharding needs a spec.", tries=["(): whole on every rank", '("dp", ...)']
         )
-    mark = Mark(None if mesh is None else as_mesh(mesh), spec, user_site())
-    if mark.mesh is not None:
-        read_spec(mark.mesh, spec, tuple(x.shape))  # what is wrong raises here
+    named = None if mesh is None else as_mesh(mesh)
+    spec = tuple(spec) if type(spec) is list else spec
     watching = watcher.get()
+    if watching is None and isinstance(x, DTensor):
+        wanted = _placed(x._spec.layout, named, named and named.names, spec)
+        return x if wanted is x._spec.layout else x.redistribute(wanted.mesh, wanted)
+    mark = Mark(named, spec, user_site())
+    if named is not None:
+        read_spec(named, spec, tuple(x.shape))  # what is wrong raises here
     if watching is not None:
         return watching.marked(x, mark)
-    if isinstance(x, DTensor):
-        layout = x.layout
-        assert isinstance(layout, Layout), "a DTensor has a layout"
-        mesh = mark.mesh
-        if mesh is not None and mesh is not layout.mesh and layout.mesh.axes_in(mesh):
-            layout = layout.on(mesh)  # from a slice to the larger mesh
-        wanted = mark.on(layout.mesh, layout.shape).over(layout)
-        return x if wanted is x.layout else x.redistribute(wanted.mesh, wanted)
     if x.is_leaf:
         setattr(x, _KEPT, mark)
     return x
+
+
+def _placed(layout: Layout, mesh: Mesh | None, names: Any, spec: Any) -> Layout:
+    """Where a mark puts a DTensor, remembered; meshes that differ in names are equal, so names are in the key."""
+    try:
+        return _placed_once(layout, mesh, names, spec)
+    except TypeError:  # what has no hash
+        return _placed_once.__wrapped__(layout, mesh, names, spec)
+
+
+@lru_cache(4096)
+def _placed_once(layout: Layout, mesh: Mesh | None, names: Any, spec: Any) -> Layout:
+    if mesh is not None and mesh is not layout.mesh and layout.mesh.axes_in(mesh):
+        layout = layout.on(mesh)  # from a slice to the larger mesh
+    return Mark(mesh, spec, "").on(layout.mesh, layout.shape).over(layout)
 
 
 def mark_of(x: Tensor) -> Mark | None:
