@@ -362,6 +362,7 @@ def test_conflicts_are_listed_with_both_reasons_and_strict_raises() -> None:
     plan = propagate(two_axes, x, mesh=DP_TP)
     assert plan.conflicts
     assert all("on dim 0" in str(c) and str(c).count("mark ") == 2 for c in plan.conflicts)
+    assert len(plan.conflicts) <= 3  # x, and the sum
     with pytest.raises(LayoutError, match=r"in conflict at \d+ places") as raised:
         propagate(two_axes, x, mesh=DP_TP, strict=True)
     assert all(str(c).split(":")[0] in str(raised.value) for c in plan.conflicts)
@@ -520,6 +521,24 @@ def test_a_call_without_a_rule_stops_layouts_alone() -> None:
     plan = propagate(fn, torch.randn(4, 4), mesh=TP)
     assert plan.layouts["result.1"].spec == ("tp", None)
     assert plan.layouts["x"].spec == ("tp", None)
+
+
+def test_what_came_through_a_product_wins_over_what_did_not() -> None:
+    layer = nn.Linear(8, 8)
+
+    def fn(x: Any, y: Any) -> Any:
+        return mark_sharding(y, ("tp", None)).relu() + layer(mark_sharding(x, ("dp", None)))
+
+    plan = propagate(fn, torch.randn(4, 8), torch.randn(4, 8), mesh=DP_TP)
+    assert plan.layouts["result"].spec == ("dp", None)
+    assert len(plan.conflicts) == 1, plan  # once, not for every operand
+
+
+def test_a_module_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model, tokens = Transformer(1, DP_TP), torch.zeros(4, 6, dtype=torch.long)
+    plan = propagate(model, tokens, mesh=DP_TP)
+    assert plan.layouts["blocks.0.down.weight"].placements == (R, S1)
 
 
 def test_several_axes_on_a_dim_keep_their_order() -> None:

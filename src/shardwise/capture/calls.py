@@ -317,8 +317,9 @@ class _Recorder(TorchFunctionMode):
         known = self.known.get(id(x), (name or "tensor", role or "constant", x))
         if role and known[1] == "constant":
             known = (name, role, x)
+        device = self.mesh.device_type if x.device.type == "meta" else x.device
         with torch.no_grad():
-            fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         if x.requires_grad:
             fake.requires_grad_()
             if not x.is_leaf:

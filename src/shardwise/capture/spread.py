@@ -16,7 +16,7 @@ References:
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 import heapq
 import math
 from pathlib import PurePath
@@ -38,11 +38,13 @@ class Reason:
         origin: The mark, or the tensor that had a layout.
         through: The call that it came through, with the user's line; empty at the origin itself.
         before: The reason on the other side of that call.
+        call: The number of that call, or -1.
     """
 
     origin: str
     through: str = ""
     before: Reason | None = None
+    call: int = field(default=-1, repr=False)
 
     def __str__(self) -> str:
         """The origin and the last call."""
@@ -98,7 +100,7 @@ class Spread:
     Attributes:
         dims: For each value the axes of each of its dims.
         reasons: For each value the reason of each axis.
-        conflicts: Where a layout could not go on, each once.
+        conflicts: Where a layout could not go on; where two disagree at a call, once.
     """
 
     def __init__(self, calls: Calls, mesh: Mesh) -> None:
@@ -108,6 +110,7 @@ class Spread:
         self._conflicts: dict[tuple[object, ...], Conflict] = {}
         self._wishes: dict[int, tuple[Wish, Reason]] = {}
         self._users: dict[int, list[Made]] = defaultdict(list)
+        self._numbers = {id(made): i for i, made in enumerate(calls.made)}
         for made in calls.made:
             for v in dict.fromkeys((*made.ins, *made.outs)):
                 self._users[v].append(made)
@@ -119,7 +122,7 @@ class Spread:
 
     @property
     def conflicts(self) -> tuple[Conflict, ...]:
-        """Where a layout could not go on, each once."""
+        """Where a layout could not go on."""
         return tuple(self._conflicts.values())
 
     def layout(self, value: int) -> Layout:
@@ -218,7 +221,7 @@ class Spread:
 
     def _leaves_empty(self, size: int, axes: tuple[int, ...]) -> bool:
         if isinstance(axes, Cut):
-            return 0 in axes.sizes
+            return False  # as it was chosen
         sizes = [self.mesh.shape[a] for a in axes]
         return boxes.nested(size, sizes, [k - 1 for k in sizes])[1] == 0
 
@@ -235,7 +238,9 @@ class Spread:
         refused: Reason,
         kept: Reason | None,
     ) -> None:
-        key = (value, dim, axes, refused.origin, kept and kept.origin)
+        key: tuple[object, ...] = (value, dim, axes, refused.origin)
+        if kept is not None:  # both sides of a call would say so
+            key = (refused.call, frozenset((refused.origin, kept.origin)))
         if key not in self._conflicts:
             name, axis_name = self.calls.values[value].name, self.mesh.axis_name
             self._conflicts[key] = Conflict(
@@ -289,7 +294,10 @@ class Spread:
             through = f"{made.name} {place(made.site)}"
             if new:
                 self._pushed += 1
-                on = reason if made.entry is None else Reason(reason.origin, through, reason)
+                call = self._numbers[id(made)]
+                on = Reason(reason.origin, through, reason, call)
+                if made.entry is None:  # a mark is no step of its own
+                    on = replace(reason, call=call)
                 heapq.heappush(self._waiting, (key, self._pushed, v, d, new, on))
             if len(new) < len(entry):
                 why = f"{through} ties it to a dim of {size}, where the cut is not between whole rows"
