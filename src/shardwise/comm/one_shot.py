@@ -7,6 +7,7 @@ does as it is wanted, nothing is packed or unpacked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 import math
 from typing import Any
 
@@ -15,14 +16,34 @@ from torch import Tensor
 
 from shardwise.comm.reduce import ALLOWED, Accumulator, refuse
 from shardwise.comm.transport import Transport
-from shardwise.layout.boxes import Box
+from shardwise.layout.boxes import Box, contiguous_stride
 from shardwise.route.exchange import Exchange
 
 Finish = Callable[[Tensor], Tensor]
 Slices = tuple[slice, ...]
+Ints = tuple[int, ...]
 
 FEW = 256  # pieces that are kept listed; more are worked out at each use
 NEUTRAL = {"sum": 0, "product": 1}  # what adds nothing; any copy does for max and min
+
+
+# sizes, then stride and offset in the tensor that is read, and in the one that is written
+_Copy = tuple[Ints, Ints, int, Ints, int]
+# addend, whether it stays here, from what came (or from the operand) to the result, and where there
+_Receive = tuple[int, bool, _Copy, Slices]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Copies before and after an exchange, worked out once.
+
+    Attributes:
+        sends: From the operand into the buffer that is sent.
+        receives: Into the result; in the order of the addends where there are several.
+    """
+
+    sends: list[_Copy]
+    receives: list[_Receive]
 
 
 class OneShot:
@@ -33,17 +54,21 @@ class OneShot:
         ranks: The group, in order.
         in_splits: Elements for each member.
         out_splits: Elements from each member.
+        op: The pending reduction that is settled, or None.
         direct: The pieces lie in memory as they travel, on both sides: nothing is packed.
         shape: Shape of the result.
     """
 
     __slots__ = (
+        "_addends",
         "_held",
-        "_listed",
         "_need",
+        "_plan",
+        "_sent",
         "direct",
         "exchange",
         "in_splits",
+        "op",
         "out_splits",
         "ranks",
         "shape",
@@ -70,16 +95,19 @@ class OneShot:
             self.in_splits[place[p.rank]] = math.prod(p.box[1])
         for p in exchange.takes(me):
             self.out_splits[place[p.rank]] = math.prod(p.box[1])
+        self.op = exchange.op
+        self._addends = math.prod(src.mesh.shape[a] for a in exchange.settled)
         few = sum(map(bool, self.in_splits)) + sum(map(bool, self.out_splits)) <= FEW
-        self._listed = self._list() if few else None
+        self._plan = self._work_out() if few else None
         self.direct = False
-        if self._listed is not None and exchange.op is None:
-            gives, takes = self._listed
+        if few and self.op is None:
+            gives, takes = self._list()
             self.direct = _tiles([box for _, box in gives], self._held) and _tiles(
                 [box for _, box, _ in takes], self._need
             )
         if not self.direct:  # what stays here need not travel through the buffers
             self.in_splits[own] = self.out_splits[own] = 0
+        self._sent = sum(self.in_splits)
 
     def _list(self) -> tuple[list[tuple[int, Box]], list[tuple[int, Box, int]]]:
         """What goes to whom and comes from whom, in group order, what stays here included."""
@@ -89,56 +117,74 @@ class OneShot:
         takes = sorted((place[p.rank], p.box, p.addend) for p in self.exchange.takes(me))
         return gives, takes
 
+    def _work_out(self) -> _Plan:
+        """Where in memory everything comes from and goes to."""
+        own = self.ranks.index(self.transport.rank)
+        gives, takes = self._list()
+        sends: list[_Copy] = []
+        start = 0
+        for i, box in gives:
+            if i != own:
+                sends.append(
+                    (box[1], *_strided(self._held, box), contiguous_stride(box[1]), start)
+                )
+                start += math.prod(box[1])
+        receives: list[_Receive] = []
+        start = 0
+        for i, box, k in takes:
+            if i == own:
+                part = _strided(self._held, box)
+            else:
+                part = contiguous_stride(box[1]), start
+                start += math.prod(box[1])
+            copy = (box[1], *part, *_strided(self._need, box))
+            receives.append((k, i == own, copy, within(self._need, box)))
+        if self.op is not None:
+            receives.sort(key=lambda r: r[0])
+        return _Plan(sends, receives)
+
     def pack(self, x: Tensor) -> Packed:
         """What this rank sends, and what makes the result of what comes."""
-        op = self.exchange.op
+        op = self.op
         if op is not None and (op, x.dtype) not in ALLOWED:
             raise refuse(op, x.dtype)
         if self.direct:
             shape = self.shape
             return x.reshape(-1), self.in_splits, self.out_splits, lambda got: got.view(shape)
-        own = self.ranks.index(self.transport.rank)
-        gives, takes = self._list() if self._listed is None else self._listed
-        buffer = x.new_empty(sum(self.in_splits))
-        start = 0
-        for i, box in gives:
-            if i == own:
-                continue
-            count = math.prod(box[1])
-            buffer[start : start + count].view(box[1]).copy_(x[within(self._held, box)])
-            start += count
+        x = x.contiguous()
+        plan = self._plan or self._work_out()
+        buffer = x.new_empty(self._sent)
+        base = x.storage_offset()
+        for sizes, stride, offset, to_stride, to in plan.sends:
+            part = x.as_strided(sizes, stride, base + offset)
+            buffer.as_strided(sizes, to_stride, to).copy_(part)
+        receives = plan.receives
         return (
             buffer,
             self.in_splits,
             self.out_splits,
-            lambda flat: self._unpack(flat, x, takes, own),
+            lambda flat: self._unpack(flat, x, receives),
         )
 
-    def _unpack(
-        self, flat: Tensor, x: Tensor, takes: list[tuple[int, Box, int]], own: int
-    ) -> Tensor:
-        parts: list[tuple[int, Box, Tensor]] = []
-        start = 0
-        for i, box, k in takes:
-            if i == own:
-                parts.append((k, box, x[within(self._held, box)]))
-                continue
-            count = math.prod(box[1])
-            parts.append((k, box, flat[start : start + count].view(box[1])))
-            start += count
-        out = torch.empty(self.shape, dtype=x.dtype, device=x.device)
-        op = self.exchange.op
-        if not parts:
+    def _unpack(self, flat: Tensor, x: Tensor, receives: list[_Receive]) -> Tensor:
+        out = x.new_empty(self.shape)
+        if not receives:
             return out.zero_()
-        if op is None:
-            for _, box, part in parts:
-                out[within(self._need, box)] = part
-            return out
-        count = math.prod(self.exchange.src.mesh.shape[a] for a in self.exchange.settled)
-        total = Accumulator(out, op, count)
-        for k, box, part in sorted(parts, key=lambda p: p[0]):
-            total.take(within(self._need, box), part, k == 0)
-        return total.result()
+        here, there = x.storage_offset(), flat.storage_offset()
+        total = None
+        if self.op is not None:
+            total = Accumulator(out, self.op, self._addends)
+        for k, own, (sizes, stride, offset, to_stride, to), at in receives:
+            part = (
+                x.as_strided(sizes, stride, here + offset)
+                if own
+                else flat.as_strided(sizes, stride, there + offset)
+            )
+            if total is None:
+                out.as_strided(sizes, to_stride, to).copy_(part)
+            else:
+                total.take(at, part, k == 0)
+        return out if total is None else total.result()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Exchange, and wait for it."""
@@ -159,6 +205,12 @@ def exchange(step: Any, x: Tensor) -> Tensor:
 def within(base: Box, part: Box) -> Slices:
     """Where a box lies inside a larger one."""
     return tuple(slice(o - b, o - b + s) for o, b, s in zip(part[0], base[0], part[1]))
+
+
+def _strided(base: Box, part: Box) -> tuple[Ints, int]:
+    """Stride and offset of a box in the row-major memory of a larger one."""
+    stride = contiguous_stride(base[1])
+    return stride, sum((o - b) * n for o, b, n in zip(part[0], base[0], stride))
 
 
 def _tiles(parts: Sequence[Box], whole: Box) -> bool:

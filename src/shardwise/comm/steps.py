@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.comm.one_shot import NEUTRAL, OneShot, Packed, exchange, neutral
 from shardwise.comm.transport import Handle, Transport
+from shardwise.layout.boxes import contiguous_stride
 from shardwise.route.moves import Move, group_sizes
 
 Step = Callable[[Tensor], Tensor]
@@ -116,7 +117,7 @@ def compile_move(move: Move, coord: tuple[int, ...], transport: Transport) -> St
         case _:
             swapped = _swapped_dims(move)
             if swapped is not None:
-                return Swap(swapped, transport, ranks, tag)
+                return Swap(swapped, move.src.box(coord)[1], transport, ranks, tag)
             return OneShot(move.exchange, ranks, transport, tag)
 
 
@@ -194,27 +195,47 @@ def _swapped_dims(move: Move) -> tuple[int, int] | None:
 
 
 class Swap:
-    """S(i) -> S(j) with even pieces: two reshuffles around one exchange."""
+    """S(i) -> S(j) with even pieces: two reshuffles around one exchange.
 
-    __slots__ = ("dims", "ranks", "tag", "transport")
+    Args:
+        dims: i and j.
+        shape: Of the operand's pieces.
+        transport: This rank's transport.
+        ranks: The group.
+        tag: Names of the mesh axes.
+    """
+
+    __slots__ = ("_arrived", "_parts", "_shape", "_splits", "ranks", "tag", "transport")
 
     def __init__(
-        self, dims: tuple[int, int], transport: Transport, ranks: tuple[int, ...], tag: str
+        self,
+        dims: tuple[int, int],
+        shape: tuple[int, ...],
+        transport: Transport,
+        ranks: tuple[int, ...],
+        tag: str,
     ) -> None:
-        self.dims, self.transport, self.ranks, self.tag = dims, transport, ranks, tag
+        self.transport, self.ranks, self.tag = transport, ranks, tag
+        (i, j), n = dims, len(ranks)
+        self._splits = [math.prod(shape) // n] * n
+        piece = (*shape[:j], shape[j] // n, *shape[j + 1 :])
+        stride = contiguous_stride(shape)
+        # [n, *piece]: the pieces for each rank, where they lie in the operand
+        self._parts = (n, *piece), (piece[j] * stride[j], *stride)
+        # what came, [n, *piece], with its first dim moved to before dim i
+        sizes, stride = (n, *piece), contiguous_stride((n, *piece))
+        order = (*range(1, i + 1), 0, *range(i + 1, len(sizes)))
+        self._arrived = tuple(sizes[d] for d in order), tuple(stride[d] for d in order)
+        self._shape = (*piece[:i], n * piece[i], *piece[i + 1 :])
 
     def pack(self, x: Tensor) -> Packed:
         """What this rank sends, and what makes the result of what comes."""
-        i, j = self.dims
-        n = len(self.ranks)
-        parts = x.unflatten(j, (n, x.shape[j] // n)).movedim(j, 0)
-        shape, splits = parts.shape, [x.numel() // n] * n
-        return (
-            parts.reshape(-1),
-            splits,
-            splits,
-            lambda flat: flat.view(shape).movedim(0, i).flatten(i, i + 1),
-        )
+        x = x.contiguous()
+        parts = x.as_strided(*self._parts, x.storage_offset())
+        return parts.reshape(-1), self._splits, self._splits, self._finish
+
+    def _finish(self, flat: Tensor) -> Tensor:
+        return flat.as_strided(*self._arrived, flat.storage_offset()).reshape(self._shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Exchange, and wait for it."""
