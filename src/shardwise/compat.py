@@ -240,6 +240,16 @@ def _codes(members: Any) -> Any:
 # Where forward-mode derivatives begin and end.
 FORWARD_MODE: tuple[Any, ...] = (torch._VF._make_dual, torch._VF._unpack_dual)
 
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether a plain tensor carries a forward-mode derivative."""
+    level = torch.autograd.forward_ad._current_level
+    if level < 0:
+        return False
+    with DisableTorchFunction():
+        return torch._VF._unpack_dual(x, level=level).tangent is not None
+
+
 # What ``torch.meshgrid`` calls for a list.
 MESHGRID_OF_LIST: Any = torch._VF.meshgrid
 

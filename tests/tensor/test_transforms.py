@@ -154,6 +154,14 @@ def test_forward_mode_raises() -> None:
                 torch.autograd.forward_ad.make_dual(primal, tangent)
         with pytest.raises(UnsupportedError, match="forward-mode"):
             torch.autograd.forward_ad.unpack_dual(d)
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        for lost in (
+            lambda: d * dual,
+            lambda: DTensor.from_local(dual, d.device_mesh, d.placements),
+            lambda: distribute_tensor(dual, d.device_mesh, d.placements),
+        ):
+            with pytest.raises(UnsupportedError, match="forward-mode"):
+                lost()
     with pytest.raises(UnsupportedError, match="forward-mode"):
         torch.func.jvp(torch.tanh, (d,), (d,))
     want = torch.autograd.functional.jvp(torch.tanh, x, x)

@@ -11,13 +11,35 @@ from torch import Tensor
 
 from shardwise.comm.groups import Group
 from shardwise.comm.transport import current
+from shardwise.compat import has_tangent
+from shardwise.errors import UnsupportedError
 from shardwise.layout.mesh import Mesh
 from shardwise.tensor.dtensor import DTensor
 
 
+def refuse_tangent(t: Tensor) -> None:
+    """A forward-mode derivative would be lost where data moves.
+
+    Raises:
+        UnsupportedError: The plain tensor carries one.
+    """
+    if has_tangent(t):
+        raise UnsupportedError(
+            "forward-mode derivatives do not reach into DTensors.",
+            tries=[
+                "torch.autograd.functional.jvp, which uses reverse mode twice",
+                "local_map: use it on local tensors there",
+            ],
+        )
+
+
 def onto(t: Tensor, mesh: Mesh) -> Tensor:
     """The local tensor of ``t`` as an operand on ``mesh``."""
-    local = t._local if isinstance(t, DTensor) else t
+    if isinstance(t, DTensor):
+        local = t._local
+    else:
+        refuse_tangent(t)
+        local = t
     axes = _missing(t, mesh)
     return _cast(local, mesh, axes) if axes else local
 

@@ -14,6 +14,7 @@ from shardwise.layout import boxes
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import Spec
+from shardwise.tensor.casts import refuse_tangent
 from shardwise.tensor.crossings import local_spec
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.explain import explained
@@ -43,10 +44,12 @@ def distribute_tensor(
 
     Raises:
         LayoutError: The placements do not fit the tensor or the mesh.
+        UnsupportedError: The tensor carries a forward-mode derivative.
     """
     mesh = as_mesh(device_mesh)
     if isinstance(tensor, DTensor):
         return tensor.redistribute(mesh, placements)
+    refuse_tangent(tensor)
     requires_grad = tensor.requires_grad
     tensor = tensor.detach()
     stride = (

@@ -20,7 +20,7 @@ from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Shard
 from shardwise.program.spec import Spec, spec_of
-from shardwise.tensor.casts import onto
+from shardwise.tensor.casts import onto, refuse_tangent
 from shardwise.tensor.checks import checksum
 from shardwise.tensor.dtensor import _CROSSINGS, DTensor, resolve, wrap
 from shardwise.tensor.explain import explained
@@ -189,6 +189,7 @@ def _way_back(layout: Layout, grad_placements: Any, transport: Transport) -> Mov
 
 def _entered(local: Tensor, spec: Spec, back: Mover | None) -> DTensor:
     """The piece as a DTensor; ``back`` moves its gradient to where the local program expects it."""
+    refuse_tangent(local)
     if back is not None and local.requires_grad and torch.is_grad_enabled():
         local = _enter(local, back)  # pyright: ignore[reportAssignmentType]
     else:
