@@ -86,3 +86,14 @@ def test_normalised_by_near_channels(size: int) -> None:
     # Three borders, over which the channels go that the sums on either side lack.
     moved = bytes_moved(fn, [rand(2, 32, 3)], (4,), ((S(1),),))
     assert moved == 3 * (size - 1) * 2 * 3 * 8
+
+
+def test_patches_put_together() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return F.fold(x, (4, 5), (2, 2))
+
+    x = rand(2, 8, 12)
+    assert not sweep(fn, x, extra=2, twice=True)
+    assert not sweep(fn, rand(8, 12), meshes=((4,),), extra=1)
+    for p in (S(0), S(1), S(2)):
+        assert not bytes_moved(fn, [x], (2,), ((p,),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -219,8 +220,18 @@ def unfold(*args: Any, **kwargs: Any) -> Rule | None:
 
 @rule(F.fold)
 def fold(*args: Any, **kwargs: Any) -> Rule | None:
-    """``n (c k) [l] -> n c [h] [w]``."""
-    return _patches(F.fold, 3, args, kwargs)
+    """``n (c k) l -> n c [h] [w]``: of patches that are cut each rank adds its own, a pending sum."""
+    made = _patches(F.fold, 3, args, kwargs)
+    if made is None:
+        return None
+    (x,) = made.ins
+
+    def local(ctx: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        first = ctx.start(0, x.ndim - 1)
+        behind = x.shape[-1] - first - input.shape[-1]
+        return F.fold(F.pad(input, (first, behind)), *args, **kwargs)
+
+    return replace(made, ins={x: (*made.ins[x][:-1], "l")}, special=frozenset("l"), local=local)
 
 
 @rule(F.grid_sample)
