@@ -89,24 +89,35 @@ class Node:
         """The values among the arguments, in order."""
         return list(values_in((self.args, self.kwargs)))
 
-    def with_values(self, new: dict[Value, Value]) -> Node:
-        """The node with other values for some; roots follow."""
+    def with_values(self, new: dict[Value, Value], roots: dict[int, int] | None = None) -> Node:
+        """The node with other values for some; roots follow. Itself if none of them is in it.
+
+        Args:
+            new: What each value becomes.
+            roots: What each root becomes, if that is known already.
+        """
         if not new:
             return self
-        roots = {old.root: to.root for old, to in new.items()}
-
-        def moved(rs: frozenset[int]) -> frozenset[int]:
-            return frozenset(roots.get(r, r) for r in rs)
-
+        if roots is None:
+            roots = moved_roots(new)
+        body = tuple([n.with_values(new, roots) for n in self.body])
+        if (
+            roots.keys().isdisjoint(self.reads)
+            and roots.keys().isdisjoint(self.writes)
+            and new.keys().isdisjoint(self.outs)
+            and new.keys().isdisjoint(self.inputs)
+            and all(a is b for a, b in zip(body, self.body))
+        ):
+            return self
         return replace(
             self,
             args=substitute(self.args, new),
             kwargs=substitute(self.kwargs, new),
             outs=tuple(new.get(v, v) for v in self.outs),
             result=substitute(self.result, new),
-            reads=moved(self.reads),
-            writes=moved(self.writes),
-            body=tuple(n.with_values(new) for n in self.body),
+            reads=frozenset([roots.get(r, r) for r in self.reads]),
+            writes=frozenset([roots.get(r, r) for r in self.writes]),
+            body=body,
         )
 
     def __str__(self) -> str:
@@ -163,14 +174,30 @@ class Step:
         return replace(self, nodes=tuple(nodes), next_index=index)
 
     def substituted(self, new: dict[Value, Value]) -> Step:
-        """The step with other values for some, everywhere."""
+        """The step with other values for some, everywhere; views of what is replaced show the new memory."""
         if not new:
             return self
+        roots = moved_roots(new)
+        if roots:
+            new = {**self._shown_elsewhere(new, roots), **new}
         return replace(
             self,
-            nodes=tuple(n.with_values(new) for n in self.nodes),
-            outputs=tuple(new.get(v, v) for v in self.outputs),
+            nodes=tuple([n.with_values(new, roots) for n in self.nodes]),
+            outputs=tuple([new.get(v, v) for v in self.outputs]),
         )
+
+    def _shown_elsewhere(
+        self, new: dict[Value, Value], roots: dict[int, int]
+    ) -> dict[Value, Value]:
+        """The values that stay, but in other memory."""
+        found: dict[Value, Value] = {}
+        for n in (x for top in self.nodes for x in (top, *top.body)):
+            for v in n.outs:
+                if v.root in roots and v not in new and v not in found:
+                    found[v] = other = Value(v.index, v.fake, roots[v.root], v.kind)
+                    if v.fake is not None:  # what is recorded later means the new one
+                        v.fake._shardwise_value = other  # pyright: ignore[reportAttributeAccessIssue]
+        return found
 
     def lowered(self) -> Step:
         """The step with each move replaced by what carries it out."""
@@ -204,6 +231,11 @@ def flatten(nodes: Iterable[Node]) -> Iterator[Node]:
             yield from n.body
         else:
             yield n
+
+
+def moved_roots(new: dict[Value, Value]) -> dict[int, int]:
+    """What becomes of roots when values become others."""
+    return {old.root: to.root for old, to in new.items() if old.root != to.root}
 
 
 def values_in(tree: Any) -> Iterator[Value]:

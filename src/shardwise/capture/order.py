@@ -96,7 +96,11 @@ def violations(step: Step, reordered: Step) -> list[str]:
 
 def starts(step: Step) -> tuple[str, ...]:
     """The collectives of a step in the order in which it starts them: what all members of a group must agree on."""
-    return tuple(
-        f"{n.info['kind']} {n.info.get('op') or ''} {n.info['ranks']} {describe(n.args[0])}"
-        for n in step.collectives()
-    )
+    lines: list[str] = []
+    for n in step.collectives():
+        kind, x = n.info["kind"], n.args[0]
+        what = (
+            str(x.fake.dtype) if kind == "all_to_all" else describe(x)
+        )  # a rank sends what it has
+        lines.append(f"{kind} {n.info.get('op') or ''} over {n.info['ranks']}: {what}")
+    return tuple(lines)

@@ -24,7 +24,6 @@ from shardwise.compat import (
     is_fake,
     on_rng_state,
     storage_id,
-    tree_map_only,
     untraceable,
     without_modes,
 )
@@ -34,6 +33,7 @@ from shardwise.recording import record_with, recorder
 from shardwise.tensor.dtensor import DTensor
 
 _ATEN = torch.ops.aten
+_STAND_INS = (Tensor, torch.SymFloat)  # a fake or a hint stands for them
 _REFUSED = {
     _ATEN.set_.source_Storage: "set_ changes whose memory a tensor has",
     _ATEN.resize_.default: "resize_ changes the memory of a tensor",
@@ -197,7 +197,7 @@ class Tape(TorchDispatchMode):
             outs.append(value)
             return value
 
-        tree = tree_map_only(Tensor, valued, result)
+        tree = _mapped(valued, Tensor, result)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not outs and not written and not draws:
             return result
@@ -206,11 +206,11 @@ class Tape(TorchDispatchMode):
         self._note(
             "call", str(func), func, own, own_named, tuple(outs), tree, written, draws=draws
         )
-        return tree_map_only(Tensor, lambda y: given.get(id(y), y), result)
+        return _mapped(lambda y: given.get(id(y), y), Tensor, result)
 
     def _on_fakes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        fakes = tree_map_only((Tensor, torch.SymFloat), self._fake_argument, args)
-        named = tree_map_only((Tensor, torch.SymFloat), self._fake_argument, kwargs)
+        fakes = _mapped(self._fake_argument, _STAND_INS, args)
+        named = _mapped(self._fake_argument, _STAND_INS, kwargs)
         try:
             with self.fake_mode:
                 return func(*fakes, **named), fakes, named
@@ -441,10 +441,16 @@ class Tape(TorchDispatchMode):
         apart: Callable[[Tensor], list[Tensor]],
         values: Sequence[Value],
         next_index: int,
+        others: Sequence[Value] = (),
     ) -> tuple[list[Node], list[Value], int]:
-        """One collective for several values: the nodes, what becomes of each value, the next free number."""
+        """One collective for several values: the nodes, what becomes of each value, the next free number.
+
+        ``others`` are values that ``apart`` names beside what has arrived.
+        """
         nodes, outs = self._noted_after(
-            next_index, values, lambda: apart(send(*[v.fake for v in values]).wait())
+            next_index,
+            [*values, *others],
+            lambda: apart(send(*[v.fake for v in values]).wait()),
         )
         return nodes, [self.value_of(o) for o in outs], self._next
 
@@ -519,6 +525,18 @@ on_rng_state(_reading, _writing)  # activation checkpointing rewinds the generat
 
 def _item(x: Tensor) -> Any:
     return x.item()
+
+
+def _mapped(call: Callable[[Any], Any], kind: Any, tree: Any) -> Any:
+    """A tree of arguments with ``call(x)`` for what is of a kind; torch's own tree functions take ten times as long."""
+    if isinstance(tree, kind):
+        return call(tree)
+    if isinstance(tree, (tuple, list)):
+        made = [_mapped(call, kind, x) for x in tree]
+        return made if isinstance(tree, list) else tuple(made)
+    if isinstance(tree, dict):
+        return {k: _mapped(call, kind, x) for k, x in tree.items()}
+    return tree
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.capture.cost import Network, is_heavy, network
-from shardwise.capture.ir import Node, Step, Value
+from shardwise.capture.ir import Node, Step, Value, substitute
 from shardwise.capture.order import readiness
 from shardwise.route.cost import Profile
 
@@ -61,6 +61,9 @@ def single(n: Node, kind: str) -> Node | None:
         return None
     starts = [b for b in n.body if b.kind == "start"]
     if len(starts) != 1 or starts[0].info["kind"] != kind:
+        return None
+    after = n.body[n.body.index(starts[0]) + 1 :]
+    if not after or after[0].kind != "wait" or any(b.kind != "call" for b in after[1:]):
         return None
     return starts[0]
 
@@ -141,22 +144,24 @@ def _reductions(step: Step, kind: str) -> list[list[Node]]:
 
 def _gathers(step: Step) -> list[list[Node]]:
     open_runs: dict[Any, list[Node]] = {}
-    changed: dict[
-        Any, set[int]
-    ] = {}  # since the first of a run: what it takes must be there by then
+    since: dict[
+        Any, tuple[set[int], set[Value]]
+    ] = {}  # what changed or was made since the first of a run
     done: list[list[Node]] = []
     for n in step.nodes:
         start = single(n, "all_gather")
         if start is not None:
             key = _key(start)
-            if key in open_runs and n.reads & changed[key]:
-                done.append(open_runs.pop(key))
+            if key in open_runs:
+                roots, values = since[key]
+                if n.reads & roots or not values.isdisjoint(n.inputs):
+                    done.append(open_runs.pop(key))
             if key not in open_runs:
-                open_runs[key], changed[key] = [], set()
+                open_runs[key], since[key] = [], (set(), set())
             open_runs[key].append(n)
-        for roots in changed.values():
+        for roots, values in since.values():
             roots |= n.writes
-            roots.update(v.root for v in n.outs if v.root not in n.reads)
+            values.update(n.outs)
     return [*done, *open_runs.values()]
 
 
@@ -224,7 +229,7 @@ def _one_message(
     packs = [list(n.body[: n.body.index(s)]) for n, s in zip(part, starts)]
     info = starts[0].info
     transport, ranks = info["transport"], info["ranks"]
-    rests = [list(n.body[n.body.index(s) + 1 :]) for n, s in zip(part, starts)]
+    rests = [n.body[n.body.index(s) + 1 :] for n, s in zip(part, starts)]
     packed = [s.args[0] for s in starts]
     arrived = [r[0].outs[0] for r in rests]  # of the waits
 
@@ -241,21 +246,36 @@ def _one_message(
     def apart(got: Tensor) -> list[Tensor]:
         fakes = [a.fake for a in arrived]
         n = len(ranks) if kind == "all_gather" else 1
-        sizes = [f.numel() // n for f in fakes if f is not None]
-        pieces = got.split(sizes, -1)
-        if kind == "all_gather":
-            return [p.reshape(f.shape) for p, f in zip(pieces, fakes) if f is not None]
-        return [p.view(f.shape) for p, f in zip(pieces, fakes) if f is not None]
+        pieces = got.split([f.numel() // n for f in fakes if f is not None], -1)
+        shaped = [p.reshape(f.shape) for p, f in zip(pieces, fakes) if f is not None]
+        return [_unpacked(n, p, rest) for n, p, rest in zip(part, shaped, rests)]
 
-    nodes, outs, index = step.tape.note_together(send, apart, packed, index)
+    made = {v for rest in rests for b in rest for v in b.outs}
+    others = [
+        v
+        for rest in rests
+        for b in rest[1:]
+        for v in b.inputs
+        if v not in made and v.fake is not None
+    ]
+    nodes, outs, index = step.tape.note_together(send, apart, packed, index, others)
     for n in nodes:
         n.site = part[0].site
         if n.kind == "start":
             n.info["members"] = len(part)
     before = [b for p in packs for b in p]
-    new = dict(zip(arrived, outs))
-    after = [b.with_values(new) for rest in rests for b in rest[1:]]
-    bound = {
-        n.outs[0]: new[n.outs[0]] for n in part if n.outs[0] in new
-    }  # the wait's own result was the move's
-    return [*before, *nodes, *after], bound, index
+    bound = {n.outs[0]: out for n, out in zip(part, outs)}
+    return [*before, *nodes], bound, index
+
+
+def _unpacked(n: Node, piece: Tensor, rest: tuple[Node, ...]) -> Tensor:
+    """What a move gives, from what has arrived for it: the calls after its wait, on other memory and strides."""
+    if rest[1:] and rest[1].target is not torch.ops.aten.permute.default:
+        piece = piece.contiguous()  # as it would have arrived alone
+    known: dict[Value, Any] = {rest[0].outs[0]: piece}
+    for b in rest[1:]:
+        fakes = {v: known.get(v, v.fake) for v in b.inputs}
+        assert b.target is not None, "calls have a target"
+        made = b.target(*substitute(b.args, fakes), **substitute(b.kwargs, fakes))
+        known.update(zip(b.outs, made if isinstance(made, (tuple, list)) else [made]))
+    return known[n.outs[0]]

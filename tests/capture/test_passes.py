@@ -1,0 +1,259 @@
+"""Each pass on a small step: the text before and after. ``EXPECTTEST_ACCEPT=1`` accepts new texts."""
+
+from __future__ import annotations
+
+from functools import partial
+import re
+from typing import Any
+
+from expecttest import assert_expected_inline
+import torch
+
+from shardwise import Partial, Profile, Replicate, Shard, capture, init_device_mesh, simulate
+from shardwise.capture.cost import CPU
+from shardwise.capture.ir import Step
+from shardwise.capture.passes import bucket, redundant_moves, schedule, simplify
+from shardwise.comm import DryTransport
+from shardwise.comm.transport import use
+from shardwise.tensor.dtensor import DTensor
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+def on(mesh: Any, kind: Any, *shape: int) -> Any:
+    return DTensor.from_local(torch.ones(shape), mesh, [kind], run_check=False)
+
+
+def recorded(fn: Any, *kinds: Any, passes: Any = ()) -> Step:
+    """The step of a function of matrices of 4 × 4, as rank 0 of 2 records it."""
+    with use(DryTransport(0, 2)), torch.no_grad():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        shapes = {S0: (2, 4), S1: (4, 2)}
+        xs = [on(mesh, k, *shapes.get(k, (4, 4))) for k in kinds]
+        step = capture(fn, passes=passes)
+        step(*xs)
+        step(*xs)
+        return step.last.step
+
+
+def text(step: Step) -> str:
+    """Without the inputs, and shorter."""
+    lines = [str(n) for n in step.nodes] + [f"return {', '.join(map(repr, step.outputs))}"]
+    return "\n".join(re.sub(r"aten\.(\w+)\.\w+", r"\1", line) for line in lines)
+
+
+def to(x: Any, *kinds: Any) -> Any:
+    return x.redistribute(placements=kinds)
+
+
+def test_simplify() -> None:
+    def fn(x: Any) -> Any:
+        a, b = to(x, R), to(x, R)
+        unused = x.exp()
+        del unused
+        return (a.t().t() + b).clone()
+
+    step = recorded(fn, S0)
+    assert_expected_inline(
+        text(step),
+        """\
+%3 = move {dp: S(0)} -> {dp: R}(%0)  : f32[4, 4]
+%6 = move {dp: S(0)} -> {dp: R}(%0)  : f32[4, 4]
+%7 = exp(%0)  : f32[2, 4]
+%8 = t(%3)  : f32[4, 4]
+%9 = t(%8)  : f32[4, 4]
+%10 = add(%9, %6)  : f32[4, 4]
+%11 = clone(%10)  : f32[4, 4]
+return %11""",
+    )
+    assert_expected_inline(
+        text(simplify(step)),
+        """\
+%3 = move {dp: S(0)} -> {dp: R}(%0)  : f32[4, 4]
+%10 = add(%3, %3)  : f32[4, 4]
+return %10""",
+    )
+
+
+def test_redundant_moves() -> None:
+    def fn(x: Any, p: Any, q: Any) -> Any:
+        there = to(x, R)
+        return to(there, S0) * 2, to(to(p, R), S0), to(to(q, R), S1)
+
+    step = recorded(fn, S0, P, P)
+    assert_expected_inline(
+        text(step),
+        """\
+%3 = move {dp: S(0)} -> {dp: R}(%0)  : f32[4, 4]
+%5 = move {dp: R} -> {dp: S(0)}(%3)  : f32[2, 4]
+%6 = mul(%5, 2)  : f32[2, 4]
+%9 = move {dp: P} -> {dp: R}(%7)  : f32[4, 4]
+%11 = move {dp: R} -> {dp: S(0)}(%9)  : f32[2, 4]
+%14 = move {dp: P} -> {dp: R}(%12)  : f32[4, 4]
+%16 = move {dp: R} -> {dp: S(1)}(%14)  : f32[4, 2]
+return %6, %11, %16""",
+    )
+    assert_expected_inline(
+        text(redundant_moves(step)),
+        """\
+%3 = move {dp: S(0)} -> {dp: R}(%0)  : f32[4, 4]
+%6 = mul(%0, 2)  : f32[2, 4]
+%19 = move {dp: P} -> {dp: S(0)}(%7)  : f32[2, 4]
+%24 = move {dp: P} -> {dp: S(1)}(%12)  : f32[4, 2]
+return %6, %19, %24""",
+    )
+
+
+def test_bucket() -> None:
+    def fn(p: Any, q: Any, s: Any, x: Any) -> Any:
+        a, b, c = to(p, R), to(q, R), to(s, R)
+        return a * 2, b, c, to(x, R)
+
+    step = recorded(fn, P, P, P, S0)
+    assert_expected_inline(
+        text(step),
+        """\
+%2 = move {dp: P} -> {dp: R}(%0)  : f32[4, 4]
+%5 = move {dp: P} -> {dp: R}(%3)  : f32[4, 4]
+%8 = move {dp: P} -> {dp: R}(%6)  : f32[4, 4]
+%9 = mul(%2, 2)  : f32[4, 4]
+%13 = move {dp: S(0)} -> {dp: R}(%10)  : f32[4, 4]
+return %9, %5, %8, %13""",
+    )
+    assert_expected_inline(
+        text(bucket(step)),
+        """\
+%14 = view(%0, [-1])  : f32[16]
+%15 = view(%3, [-1])  : f32[16]
+%16 = view(%6, [-1])  : f32[16]
+%17 = cat([%14, %15, %16])  : f32[48]
+%18 = start all_reduce sum over dp(%17)
+%19 = wait(%18)  : f32[48]
+%20, %21, %22 = split_with_sizes(%19, [16, 16, 16], -1)  : f32[16], f32[16], f32[16]
+%23 = view(%20, [4, 4])  : f32[4, 4]
+%24 = view(%21, [4, 4])  : f32[4, 4]
+%25 = view(%22, [4, 4])  : f32[4, 4]
+%9 = mul(%23, 2)  : f32[4, 4]
+%13 = move {dp: S(0)} -> {dp: R}(%10)  : f32[4, 4]
+return %9, %24, %25, %13""",
+    )
+    step = recorded(fn, P, P, P, S0)
+    assert_expected_inline(
+        text(bucket(step, cap_bytes=128)),
+        """\
+%14 = view(%0, [-1])  : f32[16]
+%15 = view(%3, [-1])  : f32[16]
+%16 = cat([%14, %15])  : f32[32]
+%17 = start all_reduce sum over dp(%16)
+%18 = wait(%17)  : f32[32]
+%19, %20 = split_with_sizes(%18, [16, 16], -1)  : f32[16], f32[16]
+%21 = view(%19, [4, 4])  : f32[4, 4]
+%22 = view(%20, [4, 4])  : f32[4, 4]
+%8 = move {dp: P} -> {dp: R}(%6)  : f32[4, 4]
+%9 = mul(%21, 2)  : f32[4, 4]
+%13 = move {dp: S(0)} -> {dp: R}(%10)  : f32[4, 4]
+return %9, %22, %8, %13""",
+    )
+
+
+def test_schedule() -> None:
+    def fn(x: Any, p: Any, w: Any, v: Any) -> Any:
+        y = x @ to(w, R)
+        total = to(p, R)
+        z = y @ to(v, R)
+        return z.relu(), total * 2
+
+    step = recorded(fn, S0, P, S1, S1)
+    assert_expected_inline(
+        text(step.lowered()),
+        """\
+%1 = start all_gather over dp(%0)
+%2 = wait(%1)  : f32[2, 4, 2]
+%3 = permute(%2, [1, 0, 2])  : f32[4, 2, 2]
+%4 = clone(%3, memory_format=contiguous_format)  : f32[4, 2, 2]
+%5 = _unsafe_view(%4, [4, 4])  : f32[4, 4]
+%7 = mm(%6, %5)  : f32[2, 4]
+%9 = start all_reduce sum over dp(%8)
+%10 = wait(%9)  : f32[4, 4]
+%12 = start all_gather over dp(%11)
+%13 = wait(%12)  : f32[2, 4, 2]
+%14 = permute(%13, [1, 0, 2])  : f32[4, 2, 2]
+%15 = clone(%14, memory_format=contiguous_format)  : f32[4, 2, 2]
+%16 = _unsafe_view(%15, [4, 4])  : f32[4, 4]
+%17 = mm(%7, %16)  : f32[2, 4]
+%18 = relu(%17)  : f32[2, 4]
+%19 = mul(%10, 2)  : f32[4, 4]
+return %18, %19""",
+    )
+    slow = partial(
+        schedule, profile=Profile((50.0,), (10.0,)), device=CPU, memory_cap_bytes=10**6
+    )
+    assert_expected_inline(
+        text(slow(step)),
+        """\
+%1 = start all_gather over dp(%0)
+%9 = start all_reduce sum over dp(%8)
+%12 = start all_gather over dp(%11)
+%2 = wait(%1)  : f32[2, 4, 2]
+%3 = permute(%2, [1, 0, 2])  : f32[4, 2, 2]
+%4 = clone(%3, memory_format=contiguous_format)  : f32[4, 2, 2]
+%5 = _unsafe_view(%4, [4, 4])  : f32[4, 4]
+%7 = mm(%6, %5)  : f32[2, 4]
+%10 = wait(%9)  : f32[4, 4]
+%19 = mul(%10, 2)  : f32[4, 4]
+%13 = wait(%12)  : f32[2, 4, 2]
+%14 = permute(%13, [1, 0, 2])  : f32[4, 2, 2]
+%15 = clone(%14, memory_format=contiguous_format)  : f32[4, 2, 2]
+%16 = _unsafe_view(%15, [4, 4])  : f32[4, 4]
+%17 = mm(%7, %16)  : f32[2, 4]
+%18 = relu(%17)  : f32[2, 4]
+return %18, %19""",
+    )
+
+
+def test_every_bucket_is_made() -> None:
+    def fn(*ps: Any) -> Any:
+        return [to(p, R) for p in ps]
+
+    for count, cap in ((2, 256), (4, 128), (3, 192), (8, 64), (8, 1)):
+        step = bucket(recorded(fn, *[P] * 8), cap_bytes=cap)
+        assert len(step.collectives()) == count
+
+
+def test_a_profile_sizes_buckets() -> None:
+    def fn(*ps: Any) -> Any:
+        return [to(p, R) for p in ps]
+
+    step = recorded(fn, *[P] * 8)
+    for latency, count in ((0.5, 4), (1.0, 2), (10.0, 1)):  # 16 latencies of 16 bytes per us
+        assert len(bucket(step, profile=Profile((latency,), (16.0,))).collectives()) == count
+
+
+def test_what_is_written_later_does_not_travel_later() -> None:
+    """The sum of x is taken before x changes, whatever it could travel with."""
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+        def fn(x: Any, y: Any) -> Any:
+            a = to(x, R)
+            x.add_(x)
+            return a, to(y, R), to(x, R)
+
+        outs = []
+        for step in (
+            fn,
+            capture(fn, passes=(bucket,)),
+            capture(fn, passes=(partial(bucket, cap_bytes=1),)),
+        ):
+            for _ in range(3):
+                torch.manual_seed(mesh.get_rank())
+                xs = [
+                    DTensor.from_local(torch.randn(3, 2), mesh, [P], run_check=False)
+                    for _ in range(2)
+                ]
+                got = step(*xs)
+            outs.append([t.to_local() for t in got])
+        assert all(torch.equal(a, b) for other in outs[1:] for a, b in zip(outs[0], other))
+
+    simulate(run, world_size=2)
