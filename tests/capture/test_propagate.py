@@ -291,7 +291,11 @@ FORWARDS: dict[str, tuple[Any, Any, dict[str, tuple[Any, ...]]]] = {
         lambda: _rows(4, 3, 8),
         {"x": (S0, R), "inner.in_proj_weight": (R, R)},
     ),
-    "tied": (Tied, lambda: torch.randint(0, 8, (4, 3)), {"table.weight": (R, S0)}),
+    "tied": (
+        Tied,
+        lambda: torch.randint(0, 8, (4, 3)),
+        {"table.weight": (R, S0), "head.weight": (R, S0)},
+    ),
     "grouped": (Grouped, lambda: _rows(2, 3, 8), {"q.weight": (R, S0), "k.weight": (R, S0)}),
     "uneven": (
         Uneven,

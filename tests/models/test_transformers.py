@@ -27,10 +27,13 @@ from shardwise import (
     distribute_module,
     distribute_tensor,
     init_device_mesh,
+    mark_sharding,
+    propagate,
     rng,
     simulate,
 )
 from shardwise.events import CommEvent, FallbackEvent, observe
+from shardwise.layout.mesh import Mesh
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -604,5 +607,47 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
             assert torch.equal(p, q)
         net = distributed(model, again, mesh, True)
         close("logits", net(**placed(model.inputs, mesh, True)).logits, want, 1e-6)
+
+    on_mesh((2, 2), on_rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "marked"),
+    [
+        ("llama", ("q_proj", "up_proj")),
+        ("bert", ("query", "intermediate.dense")),
+        ("t5", ("q", "wi")),
+        ("vit", ("q_proj", "query", "fc1", "intermediate.dense")),
+    ],
+)
+def test_two_marked_weights_a_layer_give_the_manual_plan(
+    name: str, marked: tuple[str, ...]
+) -> None:
+    """Queries and hidden units over tp, the batch over dp: all others follow, T5's biases of heads too."""
+    model = MODELS[name]
+    plain = model.build()
+    mesh = Mesh.of("cpu", (2, 2), (0, 1, 2, 3))
+    for inner, sub in plain.named_modules():
+        if isinstance(sub, nn.Linear) and f".{inner}".endswith(tuple(f".{m}" for m in marked)):
+            mark_sharding(sub.weight, [None, S(0)])
+    inputs = {k: mark_sharding(v.clone(), [S(0), R]) for k, v in model.inputs.items()}
+    plan = propagate(plain, mesh=mesh, **inputs)
+    ends = [tuple(f".{m}.weight" for m in names) for names in (model.columns, model.rows)]
+    for inner, sub in plain.named_modules():
+        if isinstance(sub, nn.Linear):
+            key = f"{inner}.weight"
+            column, row = (f".{key}".endswith(e) for e in ends)
+            want = (R, S(0)) if column else (R, S(1)) if row else (R, R)
+            assert plan.layouts[key].placements == want, f"{key}\n{plan}"
+    logits, _ = train_step(plain, model.inputs)
+    tol = 1e-6 if model.norm32 else 1e-9
+
+    def on_rank(mesh: Any) -> None:
+        net = plan.apply(copy.deepcopy(plain))
+        _, placed_inputs = plan.distribute(**inputs)
+        got, _ = train_step(net, placed_inputs)
+        assert got.placements[0] == S(0)
+        close("logits", got, logits, tol)
+        same_gradients(net, plain, max(tol, 1e-7))
 
     on_mesh((2, 2), on_rank)

@@ -47,6 +47,18 @@ _HEAVY = (
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "bilinear",
     "scaled_dot_product_attention",
 )  # fmt: skip
+# Calls that take no values from their operands.
+_FRESH = frozenset(
+    (
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_tensor",
+        "lift_fresh",
+    )
+)
 
 
 @dataclass(slots=True)
@@ -148,6 +160,7 @@ class Calls:
         parameters: The values of tensors of modules, by the id of the tensor.
         arguments: The positional arguments and those by name, with slots for tensors.
         opaque: Names of calls of whose dims nothing is known, with their lines.
+        tied: More names of these.
         held: The tensors whose ids are above.
         prefixes: What stands before the names of tensors, for each outermost module.
     """
@@ -157,6 +170,7 @@ class Calls:
     parameters: dict[int, int] = field(default_factory=dict)
     arguments: tuple[Any, Any] = ((), {})
     opaque: list[tuple[str, str]] = field(default_factory=list)
+    tied: dict[str, int] = field(default_factory=dict)
     held: list[Tensor] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
 
@@ -182,15 +196,16 @@ def record_calls(
     state = State.of(fn, args, kwargs)
     cells = state.cells()
     before = [c.read() for c in cells]
-    work = _Recorder(mesh, _known(state))
+    tensors = _tensors(state)  # before the run, which may put others in their places
+    work = _Recorder(mesh, _known(state, tensors))
     try:
         with work.running():
             named = _named_arguments(fn, args, kwargs)
             args, kwargs = work.enter_arguments(named, args, kwargs)
             result = fn(*args, **kwargs)
             work.name_results(result)
-            for prefix, module in _prefixes(state):
-                work.enter_unused(prefix, module)
+            for prefix, of_module in tensors:
+                work.enter_unused(prefix, of_module)
     except untraceable() as error:
         raise CaptureError(
             f"propagate cannot follow {getattr(fn, '__name__', type(fn).__name__)}: it reads the values of a "
@@ -204,20 +219,29 @@ def record_calls(
     return work.calls
 
 
-def _prefixes(state: State) -> list[tuple[str, nn.Module]]:
-    """The outermost modules, each with what stands before the names of its tensors."""
+def _tensors(state: State) -> list[tuple[str, dict[str, tuple[str, Tensor]]]]:
+    """For each outermost module what stands before the names of its tensors, and by these names role and tensor."""
     alone = len(state.modules) == 1
-    return [("" if alone or not name else f"{name}.", m) for name, m in state.modules.items()]
+    found: list[tuple[str, dict[str, tuple[str, Tensor]]]] = []
+    for outer, module in state.modules.items():
+        prefix = "" if alone or not outer else f"{outer}."
+        named: dict[str, tuple[str, Tensor]] = {}
+        for name, x in module.named_parameters(remove_duplicate=False):
+            named[prefix + name] = "parameter", x
+        for name, x in module.named_buffers(remove_duplicate=False):
+            named[prefix + name] = "buffer", x
+        found.append((prefix, named))
+    return found
 
 
-def _known(state: State) -> dict[int, tuple[str, str, Tensor]]:
-    """Name and role of the tensors that modules have, by id."""
+def _known(
+    state: State, tensors: list[tuple[str, dict[str, tuple[str, Tensor]]]]
+) -> dict[int, tuple[str, str, Tensor]]:
+    """Name and role of the tensors that the function has, by id."""
     found: dict[int, tuple[str, str, Tensor]] = {}
-    for prefix, module in _prefixes(state):
-        for name, p in module.named_parameters(remove_duplicate=False):
-            found.setdefault(id(p), (prefix + name, "parameter", p))
-        for name, b in module.named_buffers(remove_duplicate=False):
-            found.setdefault(id(b), (prefix + name, "buffer", b))
+    for _, named in tensors:
+        for name, (role, x) in named.items():
+            found.setdefault(id(x), (name, role, x))
     for cell in state.tensors:
         x = cell.read()
         role = "parameter" if isinstance(x, (nn.Parameter, DTensor)) else "constant"
@@ -364,14 +388,17 @@ class _Recorder(TorchFunctionMode):
                     value.role = "result"
                     value.name = "result" if len(found) == 1 else f"result.{i}"
 
-    def enter_unused(self, prefix: str, module: nn.Module) -> None:
+    def enter_unused(self, prefix: str, named: dict[str, tuple[str, Tensor]]) -> None:
         """Know the tensors of a module that no call has used, if any call used one: code names modules that it leaves."""
-        tensors = [*module.parameters(), *module.buffers()]
-        if not prefix or any(id(x) in self.calls.parameters for x in tensors):
-            self.calls.prefixes.append(prefix)
-            with Quiet():
-                for x in tensors:
-                    self.fake_of(x)
+        known = self.calls.parameters
+        if prefix and not any(id(x) in known for _, x in named.values()):
+            return
+        self.calls.prefixes.append(prefix)
+        with Quiet():
+            for name, (_, x) in named.items():
+                self.fake_of(x)
+                if self.calls.values[known[id(x)]].name != name:
+                    self.calls.tied[name] = known[id(x)]
 
     def _slots(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: slot(self.index_of(x)), tree)
@@ -441,7 +468,7 @@ class _Recorder(TorchFunctionMode):
         tensors, tree, named = _taken(args, kwargs)
         ins = [self.index_of(x) for x in tensors]
         values = self.calls.values
-        constant = all(values[i].role == "constant" for i in ins)
+        constant = name in _FRESH or all(values[i].role == "constant" for i in ins)
         outs = []
         for x in results:
             known = self._value_of.get(id(x))

@@ -12,7 +12,7 @@ Pure: a function of the calls, the marks and the mesh, so all ranks find the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import re
 from typing import Any
 
@@ -125,6 +125,8 @@ class Plan:
             self.decisions[name] = Decision(
                 name, v.role, spread.layout(v.index), because, v.site
             )
+        for name, i in calls.tied.items():
+            self.decisions.setdefault(name, replace(self.decisions[self._names[i]], name=name))
         self._parameters = {key: self._names[i] for key, i in calls.parameters.items()}
         self._held = calls.held  # so that no id is used twice
         self._prefixes = calls.prefixes
