@@ -28,6 +28,7 @@ from shardwise import (
 )
 from shardwise.capture.report import explain, summary
 from shardwise.errors import CaptureError
+from shardwise.events import FallbackEvent, observe
 
 S0 = [Shard(0)]
 
@@ -569,3 +570,39 @@ def test_compiled_by_inductor() -> None:
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), (a, b)
 
     two(run)
+
+
+def test_passes_that_would_send_in_another_order_on_one_rank_are_left_out_on_all() -> None:
+    def contrary(step: Any) -> Any:
+        """The first two independent collectives, the other way round on one rank."""
+        if step.rank == 0:
+            return step
+        nodes = list(step.lowered().nodes)
+        a, b = [i for i, n in enumerate(nodes) if n.kind == "start"][-2:]
+        nodes[a : b + 1] = [nodes[b], *nodes[a:b]]
+        return step.with_nodes(nodes)
+
+    def run() -> Any:
+        mesh = on_mesh()
+        w, v = both = nn.ParameterList(
+            distribute_tensor(torch.ones(6, 4), mesh, [Replicate()]) for _ in range(2)
+        )
+
+        def step(x: Any) -> Any:
+            both.zero_grad()
+            loss = (x @ w + x @ (2 * v)).sum()
+            loss.backward()
+            return loss
+
+        x = distribute_tensor(torch.randn(4, 6), mesh, S0)
+        expected = step(x).full_tensor(), w.grad.full_tensor(), v.grad.full_tensor()
+        seen: list[Any] = []
+        with observe(seen.append):
+            captured = capture(step, passes=[contrary])
+            captured(x)
+            got = captured(x).full_tensor(), w.grad.full_tensor(), v.grad.full_tensor()
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        return [e for e in seen if isinstance(e, FallbackEvent)]
+
+    for seen in two(run):
+        assert any("another order" in e.why for e in seen)

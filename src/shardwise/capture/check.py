@@ -65,6 +65,25 @@ def group_of(step: Step) -> tuple[int, ...]:
     return best
 
 
+def order_of(step: Step) -> str:
+    """The collectives of a step in the order of their starts, told apart by what they carry: one for all ranks."""
+    return "\n".join(
+        f"{n.info['carries']} {n.info['kind']} {n.info.get('op')} {n.args[0].fake.dtype}"
+        for n in step.collectives()
+    )
+
+
+def alike(transport: Transport, ranks: Sequence[int], text: str) -> bool:
+    """Whether all ranks have the same text; they all get the same answer."""
+    group = tuple(ranks)
+    if len(group) < 2 or transport.rank not in group:
+        return True
+    digest = blake2b(text.encode(), digest_size=16).hexdigest()
+    with record_with(None):
+        everyone = transport.all_gather_object(digest, group, tag="capture")
+    return all(d == digest for d in everyone)
+
+
 def agree(
     transport: Transport, ranks: Sequence[int], lines: list[str], error: str | None
 ) -> None:

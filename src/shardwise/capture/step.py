@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.capture.check import agree, group_of, lines_of, ranks_of
+from shardwise.capture.check import agree, alike, group_of, lines_of, order_of, ranks_of
 from shardwise.capture.inductor import compiled
 from shardwise.capture.ir import Step
 from shardwise.capture.passes import DEFAULT, Pass
@@ -25,6 +25,7 @@ from shardwise.capture.state import State
 from shardwise.comm.transport import current
 from shardwise.compat import autocast_dtype, kernel_flags, tree_flatten
 from shardwise.errors import CaptureError
+from shardwise.events import FallbackEvent, emit, user_site
 from shardwise.program.modes import mode
 from shardwise.random.scope import chosen_stream
 from shardwise.recording import recorder
@@ -32,6 +33,7 @@ from shardwise.route.cost import objective
 from shardwise.tensor.dtensor import DTensor
 
 MAX_CAPTURES = 16
+_DISAGREE = "the passes would send in another order on some rank; the step runs as recorded"
 
 
 def capture(
@@ -149,6 +151,10 @@ class Captured:
         ranks = ranks or group_of(recording.step)
         agree(transport, ranks, lines_of(recording.step), None)
         found = CapturedStep(recording, self.passes, self.compiler)
+        if not alike(transport, ranks, order_of(found.step)):
+            # Passes go by what a rank has recorded, which may differ where pieces are empty. As recorded all agree.
+            emit(FallbackEvent(f"capture of {self.__name__}", _DISAGREE, user_site()))
+            found = CapturedStep(recording, (), self.compiler)
         self.captures += 1
         self.steps[key] = found
         return found

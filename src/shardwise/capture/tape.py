@@ -89,6 +89,7 @@ class Tape(TorchDispatchMode):
         self._next = 0
         self._constants: dict[int, Tensor] = {}
         self.restores: list[Callable[[], None]] = []
+        self._collectives = 0
         self._draws: dict[
             int, tuple[object, int]
         ] = {}  # by generator: since which state, how many
@@ -320,7 +321,14 @@ class Tape(TorchDispatchMode):
         handle = self.new_value(None, "handle")
         op = how.get("op", "")
         name = f"start {kind}{f' {op}' if op else ''} over {how.get('tag') or list(ranks)}"
-        info = {"kind": kind, "ranks": ranks, "transport": transport, **how}
+        info = {
+            "kind": kind,
+            "ranks": ranks,
+            "transport": transport,
+            "carries": (self._collectives,),
+            **how,
+        }
+        self._collectives += 1
         target = starter(info)
         written = [x] if how.get("owned") else []
         self._note(

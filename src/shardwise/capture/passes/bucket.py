@@ -263,6 +263,7 @@ def _one_message(
         n.site = part[0].site
         if n.kind == "start":
             n.info["members"] = len(part)
+            n.info["carries"] = tuple(i for s in starts for i in s.info["carries"])
     before = [b for p in packs for b in p]
     bound = {n.outs[0]: out for n, out in zip(part, outs)}
     return [*before, *nodes], bound, index

@@ -133,6 +133,16 @@ def _direct(facts: _Facts, before: int, at: int, index: int) -> tuple[Node | Non
     if node is None or not _alike(node.outs[0], end):
         return None, index
     node.site = step.nodes[at].site
+    carries = tuple(
+        i
+        for n in (step.nodes[before], step.nodes[at])
+        for b in n.body
+        if b.kind == "start"
+        for i in b.info["carries"]
+    )
+    for b in node.body:
+        if b.kind == "start":
+            b.info["carries"] = carries
     return node, index
 
 
