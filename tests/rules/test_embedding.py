@@ -178,3 +178,32 @@ def test_an_infinite_row_stays_where_it_is() -> None:
             assert torch.allclose(F.embedding_bag(ids, w, mode=mode).full_tensor(), want)
 
     simulate(on_rank, 4)
+
+
+def test_greatest_of_bags_over_a_cut_table() -> None:
+    torch.manual_seed(0)
+    ids, table = torch.randint(0, 24, (3, 5)), torch.randint(0, 3, (24, 4)).double()
+    table[ids[0, 0]] = table[ids[1, 3]] = float(
+        "nan"
+    )  # counts where it is the first of its bag
+    flat, starts = ids.flatten(), torch.tensor([0, 4, 4, 15])
+
+    def of_rows(i, w):
+        return F.embedding_bag(i, w, mode="max", padding_idx=2)
+
+    def of_lists(i, w, o):
+        return (
+            F.embedding_bag(i, w, o, mode="max"),
+            F.embedding_bag(i, w, o[:3], mode="max", include_last_offset=True),
+        )
+
+    def of_nothing(i, w):
+        return F.embedding_bag(i * 0 + 2, w, mode="max", padding_idx=2)
+
+    assert not sweep(of_rows, ids, table, extra=4)
+    assert not sweep(of_lists, flat, table, starts, extra=2)
+    assert not sweep(of_nothing, ids, table, meshes=((4,),), extra=0)
+    table, ids = torch.randn(64, 8).double(), torch.arange(12).view(2, 6) * 5
+    moved = bytes_moved(of_rows, [ids, table], (4,), ((R,), (S(0),)))
+    assert moved == 2 * 3 * 3 * 2 * 8 * 8  # three numbers for each of two bags' eight
+    assert bytes_moved(of_rows, [ids, table], (4,), ((R,), (S(1),))) == 0

@@ -6,6 +6,7 @@ one addend is not zero.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ def embedding_bag(  # noqa: PLR0913  torch's parameters
 ) -> Rule | None:
     """``b l, v d -> b d``; over ids or rows that are cut the sums of the bags are pending sums.
 
-    The greatest of a bag is sought among all of it, in the whole table. A sparse gradient is made dense.
+    The greatest of a bag is sought among what each rank holds of the rows, unless the table is less than what
+    they tell each other then. A sparse gradient is made dense.
     """
     if max_norm is not None or weight.ndim != 2 or input.ndim not in (1, 2):
         return None
@@ -144,7 +146,9 @@ def embedding_bag(  # noqa: PLR0913  torch's parameters
     if per_sample_weights is not None:
         ins[per_sample_weights] = bags
     sums = mode in ("sum", "mean")
-    whole = set() if sums else {"v", "l"}
+    whole = set() if sums else {"l"}  # ids are few bytes
+    if not sums and weight.shape[0] <= _TOLD * count:
+        whole.add("v")
     factors = [a for a in (weight, per_sample_weights) if sums and a is not None]
     if scale_grad_by_freq:  # counts of ids are over all of them
         whole |= {"v", "l", "b"}
@@ -157,6 +161,9 @@ def embedding_bag(  # noqa: PLR0913  torch's parameters
         given: dict[str, Any] = dict(zip(_BAG_NAMES, args)) | kwargs | {"sparse": False}
         if not ctx.axes.keys() & {"v", "l"}:
             return F.embedding_bag(input, weight, **given)
+        if not sums:
+            at_each_run("check ids", _check_ids, input, ctx.ins[table].shape[0])
+            return _greatest(ctx, input, weight, given, ctx.start(table, 0), padding)
         at_each_run("check ids", _check_ids, input, ctx.ins[table].shape[0])
         ids, shares = input.reshape(-1), given.get("per_sample_weights")
         bounds = _bounds(input, given, ctx.start(at, 0) if input.ndim == 1 else 0)
@@ -181,6 +188,7 @@ def embedding_bag(  # noqa: PLR0913  torch's parameters
     return Rule(
         ins,
         ((bag, "d"),),
+        reduce={} if sums else {"v": "none"},
         whole=frozenset(whole),
         special=frozenset({"v", "l"}),
         linear=tuple(frozenset([a]) for a in factors),
@@ -188,6 +196,47 @@ def embedding_bag(  # noqa: PLR0913  torch's parameters
         always_local=sparse,
         out_shapes=((count, weight.shape[1]),),
     )
+
+
+_TOLD = 3  # numbers that the ranks tell each other for one of the result: the greatest, whether NaN, its place
+
+
+def _greatest(
+    ctx: Any, ids: Tensor, table: Tensor, given: dict[str, Any], start: int, padding: int | None
+) -> Tensor:
+    """The greatest of each bag, of rows that several ranks hold; its gradient goes to the first that attains it.
+
+    A NaN counts only where it is the first of its bag, as in torch's kernel.
+    """
+    group, begins = ctx.group("v"), _bounds(ids, given, 0)[:-1]
+    count, width, ids = len(begins), table.shape[1], ids.reshape(-1)
+    place = torch.arange(len(ids), device=ids.device)
+    # The last bag ends with the ids, whatever a last offset says: so does torch's kernel of maxima.
+    bag = torch.searchsorted(begins, place, right=True) - 1
+    real = bag >= 0
+    if padding is not None:
+        real = real & (ids != padding)
+    never = len(ids)
+    first = place.new_full((count,), never).scatter_reduce(0, bag[real], place[real], "amin")
+    mine = real & (ids >= start) & (ids < start + table.shape[0])
+    rows = table.index_select(0, ids[mine] - start)
+    bag, place = bag[mine], place[mine].unsqueeze(1)
+    to, values = bag.unsqueeze(1).expand(-1, width), rows.detach()
+    nan = values.isnan()
+    counts = nan & (place == first[bag].unsqueeze(1))
+    lowest = values.new_full((count, width), -math.inf)
+    own = lowest.scatter_reduce(0, to, values.masked_fill(nan, -math.inf), "amax")
+    poisoned = torch.zeros_like(lowest).scatter_reduce(0, to, counts.to(values.dtype), "amax")
+    best, poisoned = group.reduce(torch.stack((own, poisoned)), "max").unbind()
+    hits = torch.where(poisoned[bag] > 0, counts, (values == best[bag]) & ~nan)
+    at = place.new_full((count, width), never)
+    at = at.scatter_reduce(0, to, place.where(hits, place.new_tensor(never)), "amin")
+    picked = hits & (place == group.reduce(at, "min")[bag])
+    value = torch.where(poisoned > 0, math.nan, best)
+    value = torch.where(first.unsqueeze(1) == never, torch.zeros_like(value), value)
+    part = torch.where(picked, rows, torch.zeros_like(rows))
+    part = table.new_zeros(count, width).index_add(0, bag, part)
+    return group.settle(part, value)
 
 
 def _bounds(input: Tensor, given: dict[str, Any], start: int) -> Tensor:
