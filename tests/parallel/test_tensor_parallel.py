@@ -1,6 +1,7 @@
 """Tensor and sequence parallel modules compute what one device computes, and send no more than they must."""
 
 from collections import Counter
+import copy
 
 import pytest
 import torch
@@ -306,3 +307,32 @@ def test_uneven_plain_pieces_of_unknown_size():
             m(x[:, :1] if r == 0 else x[:, 1:])
 
     shardwise.simulate(rank, 2)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_gradients_of_gradients(local):
+    """A penalty on the gradient of the input, as one device has it."""
+
+    def penalized(model, x):
+        x = x.clone().requires_grad_()
+        g = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0]
+        g.square().mean().backward()
+
+    plain = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def rank(_):
+        model = copy.deepcopy(plain)
+        plan = {"1": ColwiseParallel(use_local_output=local), "3": RowwiseParallel()}
+        parallelize_module(model, shardwise.init_device_mesh("cpu", (2,)), plan)
+        penalized(model, x)
+        return [
+            p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+            for p in model.parameters()
+        ]
+
+    runs = shardwise.simulate(rank, 2)
+    penalized(plain, x)
+    for grads in runs:
+        for g, p in zip(grads, plain.parameters(), strict=True):
+            torch.testing.assert_close(g, torch.zeros_like(p) if p.grad is None else p.grad)

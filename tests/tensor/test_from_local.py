@@ -384,3 +384,37 @@ def test_the_result_of_to_local_is_no_leaf_and_keeps_the_storage():
             assert not e.to_local().requires_grad
 
     simulate(on_rank, 2)
+
+
+@pytest.mark.parametrize("leave", ["to_local", "full_tensor", "stay"])
+@pytest.mark.parametrize("cut", [Shard(1), Shard(0), Replicate()], ids=str)
+def test_gradients_of_gradients_of_plain_tensors(cut, leave):
+    """What is computed from a plain gradient is computed on every rank, and is not summed over them."""
+    w, x = torch.randn(6, 5, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+
+    def penalized(x, product):
+        g = torch.autograd.grad(product(x), x, create_graph=True)[0]
+        third = torch.autograd.grad(g.square().sum(), x, create_graph=True)[0]
+        third.square().sum().backward()
+
+    one, plain = x.clone().requires_grad_(), w.clone().requires_grad_()
+    penalized(one, lambda x: (x @ plain).tanh().square().sum())
+
+    def rank(_):
+        mesh = init_device_mesh("cpu", (2,))
+        ours = distribute_tensor(w, mesh, [cut]).requires_grad_()
+        mine = x.clone().requires_grad_()
+
+        def product(x):
+            y = DTensor.from_local(x, mesh, [Replicate()], run_check=False) @ ours
+            if leave == "to_local":
+                y = y.redistribute(mesh, [Replicate()]).to_local()
+            elif leave == "full_tensor":
+                y = y.full_tensor()
+            return y.tanh().square().sum()
+
+        penalized(mine, product)
+        torch.testing.assert_close(mine.grad, one.grad)
+        torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
+
+    simulate(rank, 2)

@@ -26,7 +26,7 @@ from shardwise.tensor.dtensor import DTensor, wrap
 
 
 class _Crossed(torch.autograd.Function):
-    """A move of the value, with another than its transpose for the gradient."""
+    """A move of the value, with another than its transpose for the gradient; and the first again for the gradient's."""
 
     @staticmethod
     def forward(x: Tensor, there: Mover, back: Mover) -> Tensor:
@@ -34,11 +34,11 @@ class _Crossed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.back = inputs[2]
+        ctx.there, ctx.back = inputs[1], inputs[2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.back(grads[0]), None, None
+        return _cross(grads[0], ctx.back, ctx.there), None, None
 
 
 _crossed = direct_apply(_Crossed)

@@ -41,7 +41,33 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.back(grads[0]), None
+        return _to_local_gradient(grads[0], ctx.back), None
+
+
+class _GradientLeaves(torch.autograd.Function):
+    """The gradient's move across a border. A gradient of it crosses the other way, as a value: it only passes.
+
+    The transpose of the move would be another thing: what is computed from a plain gradient is computed on every rank,
+    and would be summed over them.
+    """
+
+    @staticmethod
+    def forward(g: Tensor, back: Mover) -> Tensor:
+        return fresh(back.run(g), g)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.back = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _enter(grads[0], ctx.back), None
+
+
+def _to_local_gradient(g: Tensor, back: Mover) -> Tensor:
+    if g.requires_grad and back.moves:
+        return _gradient_leaves(g, back)
+    return back(g)
 
 
 class _Leave(torch.autograd.Function):
@@ -59,7 +85,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.guess is not None:
             ctx.guess.check(grads[0])
-        return ctx.back(grads[0]), None, None
+        return _to_local_gradient(grads[0], ctx.back), None, None
 
 
 class _Guess:
@@ -520,5 +546,6 @@ _CROSSINGS.update(from_local=from_local, to_local=to_local, redistribute=redistr
 
 
 _enter = direct_apply(_Enter)
+_gradient_leaves = direct_apply(_GradientLeaves)
 _leave = direct_apply(_Leave)
 _castback = direct_apply(_CastBack)
