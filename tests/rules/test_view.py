@@ -1,6 +1,7 @@
 """Views: what stays sharded, sizes of pieces, aliases and copies."""
 
 from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.events import CommLog
 from shardwise.simulate import simulate
 from shardwise.tensor.create import distribute_tensor
-from shardwise.testing.sweep import bytes_moved, sweep
+from shardwise.testing.sweep import bytes_moved, check, sweep
 
 R, S, P = Replicate(), Shard, Partial()
 D = torch.float64
@@ -333,6 +334,21 @@ def test_dims_merge_and_split_where_pieces_end_between_rows(fn, shape, placement
     assert bytes_moved(fn, [rand(*shape)], (2,), ((placement,),)) == 0
     assert not sweep(fn, rand(*shape))
     assert not sweep(fn, rand(*shape), chosen=True)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [
+        (lambda x: x.view(2, 12), (4, 6)),
+        (lambda x: x.view(4, 6), (2, 12)),
+        (lambda x: x.view(5, 3, 2), (5, 6)),
+        (lambda x: x.flatten(), (5, 3)),
+    ],
+)
+def test_dims_that_merge_next_to_a_dim_that_must_be_whole(fn, shape):
+    placements = [R, S(0), S(1), P, S(0, owner=1), S(1, unit=2)]
+    for a, b in itertools.product(placements, placements):
+        assert check(fn, [rand(*shape)], (2, 2), ((a, b),)) is None
 
 
 def test_a_flattened_uneven_dim_is_cut_in_units():

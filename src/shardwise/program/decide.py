@@ -110,6 +110,9 @@ def decide(rule: Rule, args: Sequence[Arg], pinned: Arg | None = None) -> Choice
     axes = _orders(rule, args, options)
     choice = Choice({}, [], axes, any(f in rule.special for f in axes) or rule.always_local)
     how = {f: _cut_like(rule, args, f, a, pinned, f in free) for f, a in axes.items()}
+    if any(f in free and pieces.n < 0 for f, pieces in how.items()):
+        # over these axes no operand is cut now, so nothing is known of where the cuts would fall
+        return decide(replace(given, scaled=frozenset()), args, pinned)
     for f, pieces in how.items():
         axes[f] = pieces.axes
         if isinstance(pieces.axes, Cut) and rule.divides.get(f):

@@ -17,11 +17,12 @@ States are plain tuples, and pieces are counted per dim and kept; ``Move`` objec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 import heapq
 import itertools
 import math
 from operator import mul
+from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout import boxes
@@ -134,6 +135,9 @@ class _Graph:
         self.overlaps: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         self.numels: dict[Dims, float] = {}
         self.least = 0.0 if cost.bytes_only else min(cost.profile.latency_us, default=0.0)
+        fastest = 1.0 if cost.bytes_only else max(cost.profile.bytes_per_us, default=1.0)
+        self.least_per_numel = self.itemsize / fastest
+        self.targets: dict[tuple[Any, ...], tuple[Dims, ...]] = {}
         useful = [
             d for d in range(src.ndim) if (src.dims[d] or dst.dims[d]) and src.shape[d] > 1
         ]
@@ -191,10 +195,15 @@ class _Graph:
 
     def held(self, have: Dims, want: Dims) -> float:
         """Elements of what it needs that a rank holds: the mean."""
-        total: list[int] = [1] * len(self.coords)
+        whole, cut = 1, None
         for d, (a, b) in enumerate(zip(have, want)):
-            total = list(map(mul, total, self.overlap(d, a, b)))
-        return sum(total) / len(self.coords)
+            if not a and not b:
+                whole *= self.shape[d]
+            elif cut is None:
+                cut = self.overlap(d, a, b)
+            else:
+                cut = list(map(mul, cut, self.overlap(d, a, b)))
+        return float(whole) if cut is None else whole * sum(cut) / len(self.coords)
 
     def padded(self, dims: Dims, dim: int, axes: tuple[int, ...]) -> float:
         """Elements of the largest piece of the group: what a collective of equal pieces sends; the mean."""
@@ -232,43 +241,64 @@ class _Graph:
         then = self.dst.partial
         open_ = [a for a, op in enumerate(partial) if op is not None and then[a] != op]
         made = [a for a, op in enumerate(then) if op is not None and partial[a] != op]
-        yield from self._one_shot(dims, partial, open_, made, bool(made))
+        yield from self._one_shot(dims, partial, open_, made, bool(made), budget)
         yield from self._local(dims, partial, open_, made)
         yield from self._gathers(dims, partial)
         if any(partial):
             yield from self._reductions(dims, partial, open_)
         if open_ and budget > 2 * self.least:
-            yield from self._one_shot(dims, partial, open_, made, True)
+            yield from self._one_shot(dims, partial, open_, made, True, budget)
 
     def _one_shot(
-        self, dims: Dims, partial: Partials, open_: list[int], made: list[int], far: bool
+        self,
+        dims: Dims,
+        partial: Partials,
+        open_: list[int],
+        made: list[int],
+        far: bool,
+        budget: float,
     ) -> Iterator[Edge]:
         kept = tuple(None if a in open_ else op for a, op in enumerate(partial))
         op = partial[open_[0]] if open_ else None
         addends = self.size(tuple(open_))
+        now = self.numel(dims)
         for to in self._targets(dims, made, open_, far):
             if to == dims and not open_:
                 continue
+            then = self.numel(to)
+            if self.least + (addends * then - min(now, then)) * self.least_per_numel > budget:
+                continue  # it would be too dear even if all that is held were needed
             axes = self._moving(dims, to, open_)
             if axes:
-                numel = addends * self.numel(to) - self.held(dims, to)
+                numel = addends * then - self.held(dims, to)
                 yield "one_shot", axes, -1, op, to, kept, self.price("one_shot", axes, numel)
 
     def _targets(
         self, dims: Dims, made: list[int], open_: list[int], far: bool
-    ) -> Iterable[Dims]:
+    ) -> tuple[Dims, ...]:
+        if not far:
+            return (self.dst.dims,)
+        used = frozenset([a for axes in dims for a in axes])
+        key = (used, tuple(made), tuple(open_))
+        found = self.targets.get(key)
+        if found is None:
+            found = self.targets[key] = self._far_targets(used, made, open_)
+        return found
+
+    def _far_targets(
+        self, used: frozenset[int], made: list[int], open_: list[int]
+    ) -> tuple[Dims, ...]:
         """Where a one-shot move can lead: the target, or the target cut further, by minor axes.
 
         What shall be pending may be sharded till it is padded; while a sum is pending also what shall be
         replicated, till it is gathered: then each addend of an element goes to one rank, not to all.
         """
         goal = self.dst.dims
-        if not far:
-            return (goal,)
-        used = {a for axes in dims for a in axes}
         final = {a for axes in goal for a in axes}
         waiting = [a for a in made if a in used or a not in open_]
-        also = [a for a in (*used, *open_) if open_ and a not in final and a not in made]
+        also = [
+            a for a in (*sorted(used), *open_) if open_ and a not in final and a not in made
+        ]
         if not waiting and not also:
             return (goal,)
         out: dict[Dims, None] = {}
@@ -281,14 +311,15 @@ class _Graph:
                         to[d] = (*to[d], a)
                 if not any(d is not None and isinstance(goal[d], Cut) for d in where):
                     out[tuple(to)] = None
-        return out
+        return tuple(out)
 
     @staticmethod
     def _moving(dims: Dims, to: Dims, open_: list[int]) -> tuple[int, ...]:
         """Axes whose ranks must exchange data: those that shard now, less the leading ones that stay put."""
         out = list(open_)
         for axes, then in zip(dims, to):
-            out += axes[_same(axes, then) :]
+            if axes:
+                out += axes[_same(axes, then) :]
         return tuple(sorted(out))
 
     def crowded(self, state: State, to: State) -> tuple[int, ...]:
