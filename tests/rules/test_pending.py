@@ -122,7 +122,6 @@ CASES = {
     "add of other shapes": (torch.add, [X, W], [0, 1]),
     "rsub of other shapes": (torch.rsub, [X, W], [0, 1]),
     "lerp": (torch.lerp, [X, B, W.abs()], [0, 1]),
-    "ldexp": (torch.ldexp, [X, W], [0]),
     "stft": (
         lambda x: torch.stft(x, 4, return_complex=True, window=torch.ones(4).double()),
         [rand(12)],
@@ -213,6 +212,12 @@ def test_unpooling_where_a_rank_has_no_channel():
     assert not sweep(lambda x, i: F.max_unpool1d(x, i, 2), *tensors, meshes=[(4,)])
     combo = ((Shard(1),), (Shard(1),))
     assert bytes_moved(lambda x, i: F.max_unpool1d(x, i, 2), tensors, (4,), combo) == 0
+
+
+def test_a_power_that_may_be_infinite_is_no_factor():
+    combo = ((Partial(),), (Replicate(),))
+    x, power = torch.tensor([1.0, 2.0]).double(), torch.tensor([2000.0, 1.0]).double()
+    assert check(torch.ldexp, [x, power], (2,), combo, grad=False) is None
 
 
 def test_a_choice_leaves_out_what_is_not_finite():

@@ -111,13 +111,6 @@ def lerp(input: Arg, end: Any, weight: Any) -> Rule | None:
     return elementwise(operands, (ends,) if len(ends) == 2 and weight not in ends else ())
 
 
-def ldexp(input: Any, other: Any) -> Rule | None:
-    """Linear in the number, which is multiplied by a power of two."""
-    operands = tensor_operands(input, other)
-    alone = isinstance(input, Arg) and input is not other
-    return elementwise(operands, (frozenset([input]),) if alone else ())
-
-
 def linear_unary(x: Arg, *args: Any, **kwargs: Any) -> Rule:
     """Elementwise and linear in its one operand."""
     return elementwise([x], (frozenset([x]),))
@@ -212,7 +205,7 @@ def _names() -> dict[str, Any]:
     }
     names |= {"__sub__": pointwise_sum, "__radd__": pointwise_sum, "__rsub__": pointwise_sum}
     names |= {"__truediv__": pointwise_quotient, "__neg__": linear_unary, "frexp": two_results}
-    names |= {"lerp": lerp, "ldexp": ldexp}
+    names |= {"lerp": lerp}
     names |= {"to": _cast, "type_as": _cast, "_to_copy": _cast, "type": _cast}
     names.pop("copy", None)
     return names
