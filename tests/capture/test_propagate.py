@@ -391,7 +391,20 @@ def test_too_few_rows_are_a_conflict() -> None:
     assert "ties it to a dim of 3, where the cut is not between whole rows" in _said(plan)[0]
     plan = propagate(lambda x: mark_sharding(x, ("tp",)), torch.randn(5), mesh=TP4)
     assert plan.layouts["result"].spec == ("tp",)  # as it was said
+    assert plan.layouts["x"].is_replicated  # but it does not spread
     assert "5 rows over 4 ranks leave some rank without any" in _said(plan)[0]
+
+
+def test_what_every_rank_makes_stays_whole() -> None:
+    def fn(x: Any) -> Any:
+        ramp = torch.arange(8.0) * 2
+        return mark_sharding(x, (None, "tp")) + ramp.exp()
+
+    plan = propagate(fn, torch.randn(4, 8), mesh=TP)
+    assert plan.layouts["result"].spec == (None, "tp")
+    made = [d for d in plan.decisions.values() if d.role == "constant"]
+    assert {"arange.1", "mul.1", "exp.1"} <= {d.name for d in made}
+    assert all(d.layout.is_replicated for d in made)
 
 
 def test_a_mark_that_closes_a_dim_is_a_conflict() -> None:

@@ -66,6 +66,8 @@ def propagate(
     is put back. Layouts spread from the marks to operands and results alike, by the same rules that run the calls;
     what no mark reaches is replicated. Gradients need no look: theirs follow from the layouts of the forward.
 
+    Cost: about half a millisecond for each call of ``fn``, no memory to speak of, no communication.
+
     Args:
         fn: A module, or a function that computes a loss; it may close over modules. Not one that runs a backward.
         *args: Its arguments: plain tensors, DTensors or tensors on the meta device, of the global shapes. The
