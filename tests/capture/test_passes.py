@@ -8,11 +8,19 @@ from typing import Any
 
 from expecttest import assert_expected_inline
 import torch
+import torch.nn.functional as F
 
 from shardwise import Partial, Profile, Replicate, Shard, capture, init_device_mesh, simulate
 from shardwise.capture.cost import CPU
 from shardwise.capture.ir import Step
-from shardwise.capture.passes import bucket, redundant_moves, schedule, simplify
+from shardwise.capture.passes import (
+    bucket,
+    counts,
+    in_place,
+    redundant_moves,
+    schedule,
+    simplify,
+)
 from shardwise.comm import DryTransport
 from shardwise.comm.transport import use
 from shardwise.tensor.dtensor import DTensor
@@ -104,6 +112,40 @@ return %6, %19, %24""",
     )
 
 
+def test_counts() -> None:
+    def fn(x: Any, y: Any) -> Any:
+        return F.cross_entropy(x, y.argmax(1)).redistribute(placements=[R])
+
+    step = recorded(fn, S0, S0)
+    assert_expected_inline(
+        text(step),
+        """\
+%1 = argmax(%0, 1)  : i64[2]
+%3 = _log_softmax(%2, 1, False)  : f32[2, 4]
+%4, %5 = nll_loss_forward(%3, %1, None, 2, -100)  : f32[], f32[]
+%6 = start all_reduce sum over dp(%5)
+%7 = wait(%6)  : f32[]
+div_(%4, %7)
+%9 = move {dp: P} -> {dp: R}(%4)  : f32[]
+return %9""",
+    )
+    assert_expected_inline(
+        text(counts(step)),
+        """\
+%1 = argmax(%0, 1)  : i64[2]
+%3 = _log_softmax(%2, 1, False)  : f32[2, 4]
+%10 = ne(%1, -100)  : b8[2]
+%11 = sum(%10)  : i64[]
+%12 = _to_copy(%11, dtype=float32)  : f32[]
+%4, %13 = nll_loss_forward(%3, %1, None, 2, -100)  : f32[], f32[]
+%6 = start all_reduce sum over dp(%12)
+%7 = wait(%6)  : f32[]
+div_(%4, %7)
+%9 = move {dp: P} -> {dp: R}(%4)  : f32[]
+return %9""",
+    )
+
+
 def test_bucket() -> None:
     def fn(p: Any, q: Any, s: Any, x: Any) -> Any:
         a, b, c = to(p, R), to(q, R), to(s, R)
@@ -154,6 +196,30 @@ return %9, %24, %25, %13""",
 %13 = move {dp: S(0)} -> {dp: R}(%10)  : f32[4, 4]
 return %9, %22, %8, %13""",
     )
+
+
+def test_in_place() -> None:
+    """What only the sum needs is overwritten; an input is not, nor what is read again."""
+
+    def fn(p: Any) -> Any:
+        q, r = p * 2, p * 3
+        return to(p, R), to(q, R), to(r, R), r + r
+
+    before = simplify(recorded(fn, P))
+    after = in_place(before)
+    assert [n.info.get("owned", False) for n in before.collectives()] == [False] * 3
+    assert [n.info.get("owned", False) for n in after.collectives()] == [False, True, False]
+    assert_expected_inline(text(after), """\
+%1 = mul(%0, 2)  : f32[4, 4]
+%2 = mul(%0, 3)  : f32[4, 4]
+%3 = start all_reduce sum over dp(%0)
+%4 = wait(%3)  : f32[4, 4]
+%5 = start all_reduce sum over dp(%1)
+%6 = wait(%5)  : f32[4, 4]
+%7 = start all_reduce sum over dp(%2)
+%8 = wait(%7)  : f32[4, 4]
+%9 = add(%2, %2)  : f32[4, 4]
+return %4, %6, %8, %9""")
 
 
 def test_schedule() -> None:

@@ -22,7 +22,15 @@ from shardwise import (
 from shardwise.capture.cost import CPU, Device
 from shardwise.capture.ir import flatten
 from shardwise.capture.order import starts, violations
-from shardwise.capture.passes import DEFAULT, bucket, redundant_moves, schedule, simplify
+from shardwise.capture.passes import (
+    DEFAULT,
+    bucket,
+    counts,
+    in_place,
+    redundant_moves,
+    schedule,
+    simplify,
+)
 from shardwise.errors import ShardError
 
 ROWS, COLS, RANKS = 5, 6, 2
@@ -34,13 +42,15 @@ VARIANTS: list[tuple[Any, ...]] = [
     (),
     (simplify,),
     (redundant_moves,),
+    (counts,),
+    (in_place,),
     (bucket,),
     (SMALL,),
     (ORDERED,),
     (partial(schedule, profile=FAR, device=Device(1.0, 1.0), memory_cap_bytes=0),),
     (SMALL, ORDERED),
     DEFAULT,
-    (simplify, redundant_moves, SMALL, simplify, ORDERED),
+    (simplify, redundant_moves, counts, SMALL, simplify, in_place, ORDERED),
 ]
 
 places = st.integers(0, 20)

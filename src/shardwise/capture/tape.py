@@ -443,6 +443,15 @@ class Tape(TorchDispatchMode):
         nodes, _ = self._noted_after(next_index, [source], lambda: self.move(mover, fake))
         return (nodes[0] if len(nodes) == 1 else None), self._next
 
+    def note_calls(
+        self, call: Callable[..., Sequence[Tensor]], values: Sequence[Value], next_index: int
+    ) -> tuple[list[Node], list[Value], int]:
+        """Calls on some values: the nodes, the values that they give, the next free number."""
+        nodes, outs = self._noted_after(
+            next_index, values, lambda: call(*[v.fake for v in values])
+        )
+        return nodes, [self.value_of(o) for o in outs], self._next
+
     def note_together(
         self,
         send: Callable[..., Handle],

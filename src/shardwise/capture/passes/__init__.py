@@ -4,12 +4,31 @@ from collections.abc import Callable
 
 from shardwise.capture.ir import Step
 from shardwise.capture.passes.bucket import bucket
+from shardwise.capture.passes.counts import counts
+from shardwise.capture.passes.in_place import in_place
 from shardwise.capture.passes.moves import redundant_moves
 from shardwise.capture.passes.schedule import schedule
 from shardwise.capture.passes.simplify import simplify
 
 Pass = Callable[[Step], Step]
 
-DEFAULT: tuple[Pass, ...] = (simplify, redundant_moves, bucket, simplify, schedule)
+DEFAULT: tuple[Pass, ...] = (
+    simplify,
+    redundant_moves,
+    counts,
+    bucket,
+    simplify,
+    in_place,
+    schedule,
+)
 
-__all__ = ["DEFAULT", "Pass", "bucket", "redundant_moves", "schedule", "simplify"]
+__all__ = [
+    "DEFAULT",
+    "Pass",
+    "bucket",
+    "counts",
+    "in_place",
+    "redundant_moves",
+    "schedule",
+    "simplify",
+]
