@@ -11,6 +11,7 @@ import functools
 import sys
 import types
 from typing import Any
+import warnings
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -457,7 +458,9 @@ tree_map_only: Any = torch.utils._pytree.tree_map_only
 
 def compile_flat(graph: Any, inputs: list[Any]) -> Any:
     """A graph of ATen calls on flat tensors, compiled by inductor for inputs like these; it writes in place what it does."""
-    from torch._inductor.compile_fx import compile_fx
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it imports
+        from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
         return compile_fx(graph, inputs)

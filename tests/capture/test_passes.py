@@ -209,7 +209,9 @@ def test_in_place() -> None:
     after = in_place(before)
     assert [n.info.get("owned", False) for n in before.collectives()] == [False] * 3
     assert [n.info.get("owned", False) for n in after.collectives()] == [False, True, False]
-    assert_expected_inline(text(after), """\
+    assert_expected_inline(
+        text(after),
+        """\
 %1 = mul(%0, 2)  : f32[4, 4]
 %2 = mul(%0, 3)  : f32[4, 4]
 %3 = start all_reduce sum over dp(%0)
@@ -219,7 +221,8 @@ def test_in_place() -> None:
 %7 = start all_reduce sum over dp(%2)
 %8 = wait(%7)  : f32[4, 4]
 %9 = add(%2, %2)  : f32[4, 4]
-return %4, %6, %8, %9""")
+return %4, %6, %8, %9""",
+    )
 
 
 def test_schedule() -> None:
