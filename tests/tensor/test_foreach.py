@@ -456,3 +456,20 @@ def test_lists_of_different_lengths() -> None:
             torch._foreach_add(xs, xs[:3])
 
     simulate(on_rank, 4)
+
+
+def test_the_moves_of_a_list_share_a_collective():
+    torch.manual_seed(0)
+    xs = [torch.randn(4, n).double() for n in (4, 6, 8)]
+
+    def on_rank():
+        mesh = init_device_mesh("cpu", (2,))
+        rows = [distribute_tensor(x, mesh, [Shard(0)]) for x in xs]
+        columns = [distribute_tensor(x, mesh, [Shard(1)]) for x in xs]
+        with CommLog() as log:
+            sums = torch._foreach_add(rows, columns)
+        return [s.full_tensor() for s in sums], [e.kind for e in log.events]
+
+    for sums, kinds in simulate(on_rank, 2):
+        assert all(torch.equal(s, x + x) for s, x in zip(sums, xs))
+        assert kinds == ["all_gather"]  # one for all three

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import Mover, mover
+from shardwise.comm.many import move_each
 from shardwise.comm.transport import Transport, current
 from shardwise.compat import FOREACH, make_wrapper
 from shardwise.errors import ShardError
@@ -360,36 +361,13 @@ def _with_whole(
 
 
 def move_all(tensors: Sequence[Tensor], movers: Sequence[Mover | None]) -> list[Tensor]:
-    """Move the entries of a list; pending sums over the same ranks are settled in one all_reduce."""
+    """Move the entries of a list that have a mover, in few collectives."""
     out = list(tensors)
-    together: dict[Any, list[int]] = {}
-    for i, (t, m) in enumerate(zip(tensors, movers)):
-        if m is None:
-            continue
-        ranks = _settled_over(m)
-        if ranks is None or (t.requires_grad and torch.is_grad_enabled()):
-            out[i] = m(t)
-        else:
-            together.setdefault((m.transport, ranks, t.dtype, t.device), []).append(i)
-    for (transport, ranks, _, _), entries in together.items():
-        flat = torch.cat([tensors[i].reshape(-1) for i in entries])
-        settled = transport.all_reduce(flat, ranks, "sum")
-        for i, piece in zip(entries, settled.split([tensors[i].numel() for i in entries])):
-            out[i] = torch.empty_like(tensors[i]).copy_(piece.view(tensors[i].shape))
+    places = [i for i, m in enumerate(movers) if m is not None]
+    moved = move_each([m for m in movers if m is not None], [tensors[i] for i in places])
+    for i, t in zip(places, moved):
+        out[i] = t
     return out
-
-
-def _settled_over(m: Mover) -> tuple[int, ...] | None:
-    """The ranks that a move sums over, if that is all it does."""
-    coord = m.src.mesh.coordinate_of(m.transport.rank)
-    if (
-        coord is None
-        or len(m.moves) != 1
-        or m.moves[0].kind != "all_reduce"
-        or m.moves[0].op != "sum"
-    ):
-        return None
-    return m.src.mesh.group_ranks(m.moves[0].axes, coord)
 
 
 def settle(
