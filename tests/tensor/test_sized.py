@@ -253,3 +253,41 @@ def test_it_can_be_saved(tmp_path):
         assert torch.equal(other.full_tensor(), X)
 
     on_ranks(2, check)
+
+
+def test_attention_heads_that_do_not_divide_stay_local():
+    heads, width, hidden = 5, 4, 6
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, hidden, dtype=torch.float64)
+    wq, wk, wv = (
+        torch.randn(heads * width, hidden, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    )
+    wo = torch.randn(hidden, heads * width, dtype=torch.float64, requires_grad=True)
+
+    def attend(x, wq, wk, wv, wo):
+        q, k, v = (
+            F.linear(x, w).view(2, 3, heads, width).transpose(1, 2) for w in (wq, wk, wv)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.linear(y.transpose(1, 2).reshape(2, 3, heads * width), wo)
+
+    attend(x, wq, wk, wv, wo).square().sum().backward()
+    want = [w.grad for w in (wq, wk, wv, wo)]
+
+    def check(mesh, rank):
+        rows, columns = [Shard(0, unit=width)], [Shard(1, unit=width)]
+        weights = [distribute_tensor(w.detach(), mesh, rows) for w in (wq, wk, wv)]
+        weights.append(distribute_tensor(wo.detach(), mesh, columns))
+        for w in weights:
+            w.requires_grad_()
+        d = distribute_tensor(x, mesh, [Replicate()])
+        with CommLog() as log:
+            y = attend(d, *weights)
+        assert log.bytes == 0
+        assert weights[0]._local.shape[0] == (12, 8)[rank]
+        y.square().sum().backward()
+        return [w.grad.full_tensor() for w in weights]
+
+    for grads in on_ranks(2, check):
+        assert all(torch.allclose(g, w) for g, w in zip(grads, want))
