@@ -703,6 +703,47 @@ def test_plain_tensor_gets_the_whole_gradient(shape: Any, ps: Any) -> None:
     on_mesh(shape, fn)
 
 
+@pytest.mark.parametrize(
+    ("shape", "ps"), [*PLACED, ((2, 2), (P, R)), ((2, 2), (R, R)), ((2, 2), (P, S1))], ids=str
+)
+def test_gradients_of_gradients_next_to_plain_tensors(shape: Any, ps: Any) -> None:
+    """What is computed from a plain gradient is computed on every rank, and is not summed over them."""
+    x, w = pair()
+    a, b = torch.randn(3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+
+    def penalized(x: Any, w: Any, a: Any, b: Any) -> Any:
+        """A penalty on the gradient of the gradient, of a residual, a parameter and an operand."""
+        y = torch.nn.functional.linear(x + b, w, a)
+        loss = (y + b).tanh().square().sum() + (x.mul(b) @ w).sin().sum() + (b @ a).sum()
+        wrt = [t for t in (b, a, x, w) if t.requires_grad]
+        first = torch.autograd.grad(loss, wrt, create_graph=True)
+        second = torch.autograd.grad(
+            (first[0] * b.sin()).sum() + first[1].square().sum(), wrt, create_graph=True
+        )
+        third = (second[0] * x).square().sum() + second[1].square().sum()
+        third.backward()
+        return [*first, *second, *[t.grad for t in wrt]]
+
+    one = [t.clone().requires_grad_() for t in (x, w, a, b)]
+    want = penalized(*one)
+
+    def rank(mesh: Any) -> None:
+        for grads in (False, True):
+            ours = [lay_out(x, mesh, ps), lay_out(w, mesh, (R,) * mesh.ndim)]
+            ours = [t.requires_grad_(grads) for t in ours]
+            plain = [t.clone().requires_grad_() for t in (a, b)]
+            got = penalized(*ours, *plain)
+            n = 4 if grads else 2
+            for i in range(3):
+                for g, v in zip(got[i * n : i * n + n], want[4 * i : 4 * i + n]):
+                    if isinstance(g, DTensor):
+                        close(g, v)
+                    else:
+                        torch.testing.assert_close(g, v, rtol=1e-9, atol=1e-9)
+
+    on_mesh(shape, rank)
+
+
 def cuts(mesh: Any, ps: Any, x: Tensor) -> Tensor:
     return distribute_tensor(x, mesh, ps).to_local()
 
@@ -773,6 +814,28 @@ def test_slice_of_a_mesh() -> None:
             close(dw.grad, pw.grad)
             close(bias.grad, pb.grad)
             assert dw.grad.device_mesh == mesh["tp"]
+
+    simulate(fn, 4)
+
+
+def test_gradients_of_gradients_on_a_slice_of_a_mesh() -> None:
+    x, w = pair()
+
+    def penalized(x: Any, w: Any, b: Any) -> list[Any]:
+        first = torch.autograd.grad((x @ w + b).tanh().sum(), (x, w, b), create_graph=True)
+        loss = first[1].square().sum() + first[2].pow(3).sum()
+        second = torch.autograd.grad(loss, (x, w, b), create_graph=True)
+        (second[1].sin().sum() + second[2].square().sum()).backward()
+        return [*first, *second, x.grad, w.grad, b.grad]
+
+    def fn() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        want = penalized(*[t.clone().requires_grad_() for t in (x, w, w[0])])
+        dx = distribute_tensor(x, mesh, [S0]).requires_grad_()
+        dw = distribute_tensor(w, mesh["tp"], [S1]).requires_grad_()
+        bias = distribute_tensor(w[0], mesh["tp"]).requires_grad_()
+        for got, one in zip(penalized(dx, dw, bias), want, strict=True):
+            close(got, one)
 
     simulate(fn, 4)
 

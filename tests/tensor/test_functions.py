@@ -335,6 +335,47 @@ def test_plain_tensor_beside_a_dtensor(shape: Any, px: Any, pw: Any) -> None:
     on_mesh(shape, fn)
 
 
+class Mean(Function):
+    """x times the mean of w, whose backward gives a plain tensor for w, made of what the whole gradient is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any) -> Any:
+        ctx.save_for_backward(x, w)
+        return x * w.mean()
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        x, w = ctx.saved_tensors
+        total = (g * x).sum()
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        return g * w.mean(), total * torch.ones_like(w) / w.numel()
+
+
+@pytest.mark.parametrize("apply", [matmul, Mean.apply])
+@pairs
+def test_gradients_of_gradients_of_a_plain_tensor(
+    shape: Any, px: Any, pw: Any, apply: Any
+) -> None:
+    """A plain argument stays plain, and enters where it is used: once for each use, also in backward."""
+    x, w = data()
+
+    def penalized(x: Any, w: Any) -> Any:
+        first = torch.autograd.grad(apply(x, w).tanh().sum(), w, create_graph=True)[0]
+        second = torch.autograd.grad(first.square().sum(), w, create_graph=True)[0]
+        second.square().sum().backward()
+        return first, second, w.grad
+
+    def fn(mesh: Any) -> None:
+        x1, x2 = twins(mesh, x, px)
+        want = penalized(x1, w.clone().requires_grad_())
+        got = penalized(x2, w.clone().requires_grad_())
+        close(x2.grad, x1.grad)
+        for one, other in zip(got, want):
+            torch.testing.assert_close(one, other)
+
+    on_mesh(shape, fn)
+
+
 def test_slice_of_a_mesh() -> None:
     x, w = data()
 

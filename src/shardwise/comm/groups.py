@@ -89,7 +89,7 @@ class Group:
         return _keep(x, self.index == 0)  # pyright: ignore[reportReturnType]
 
     def cast(self, x: Tensor) -> Tensor:
-        """The same value; its gradient is summed over the ranks (R with a whole gradient, to R)."""
+        """The same value; its gradient is summed over the ranks (R with a whole gradient, to R), and theirs pass."""
         if self.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return x
         return _cast(x, self)  # pyright: ignore[reportReturnType]
@@ -162,7 +162,30 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.group.sum(grads[0]), None
+        g, group = grads[0], ctx.group
+        if g.requires_grad and torch.is_grad_enabled():
+            return _castback(g, group), None
+        return group.sum(g), None
+
+
+class _CastBack(torch.autograd.Function):
+    """The sum of a gradient, which is plain from here on: a gradient of it enters again, and only passes.
+
+    The transpose of the sum would be another thing: what is computed from a plain gradient is computed on every rank,
+    and would be summed over them.
+    """
+
+    @staticmethod
+    def forward(g: Tensor, group: Group) -> Tensor:
+        return group.reduce(g, "sum")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.group.cast(grads[0]), None
 
 
 _sum = direct_apply(_Sum)
@@ -170,3 +193,4 @@ _stack = direct_apply(_Stack)
 _settle = direct_apply(_Settle)
 _keep = direct_apply(_Keep)
 _cast = direct_apply(_Cast)
+_castback = direct_apply(_CastBack)

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardwise.comm.execute import mover
 from shardwise.compat import FUNCTION_KIND, native_apply, on_apply, sets_up_context
 from shardwise.errors import GradientError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
+from shardwise.layout.placement import Replicate
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.backward import given
-from shardwise.tensor.casts import onto
+from shardwise.tensor.casts import onto, refuse_tangent
 from shardwise.tensor.dtensor import DTensor, wrap, wrap_like
 from shardwise.tensor.gradients import unwatched
 
@@ -82,12 +82,11 @@ class Context:
 class _Call:
     """One application: what went in and came out, as layouts."""
 
-    __slots__ = ("args", "ins", "mesh", "outs", "plain", "user")
+    __slots__ = ("args", "ins", "outs", "user")
 
-    def __init__(self, user: Any, args: tuple[Any, ...], mesh: Mesh) -> None:
-        self.user, self.args, self.mesh = user, args, mesh
+    def __init__(self, user: Any, args: tuple[Any, ...]) -> None:
+        self.user, self.args = user, args
         self.ins = [_spec(a) for a in args]
-        self.plain: Spec = next(s for s in self.ins if s is not None)
         self.outs: list[Spec | None] = []
 
 
@@ -158,14 +157,9 @@ def _give(call: _Call, i: int, g: Any, needed: tuple[bool, ...]) -> Any:
         if g.shape != spec.shape:
             g = _fit(g, spec.layout, call.user)
         return given(spec, g)
-    layout = Layout.of(call.mesh, None, g.shape, None, g.dtype)
-    dual, transport = layout.dual(), call.plain.transport
-    if isinstance(g, DTensor):
-        src = (
-            g._spec.layout if g._spec.layout.mesh is call.mesh else g._spec.layout.on(call.mesh)
-        )
-        return mover(src, src.with_placement(dual.dims, dual.partial), transport)(g._local)
-    return mover(layout, dual, transport)(g)
+    if isinstance(g, DTensor):  # of a plain argument, which was not cast: the whole of it
+        return g.full_tensor(grad_placements=[Replicate()])
+    return g
 
 
 def _fit(g: Tensor, layout: Layout, user: Any) -> Tensor:
@@ -211,7 +205,7 @@ def _bridge_of(user: Any) -> Any:
 def _bridged(user: Any, args: tuple[Any, ...]) -> Any:
     mesh = join([a._spec.layout.mesh for a in args if isinstance(a, DTensor)])
     args = tuple(_on(a, mesh) if isinstance(a, Tensor) else a for a in args)
-    call = _Call(user, args, mesh)
+    call = _Call(user, args)
     tensors = [_local(a) for a in args]
     out = _bridge_of(user).apply(call, *tensors)
     if not isinstance(out, tuple):
@@ -220,9 +214,10 @@ def _bridged(user: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _on(a: Tensor, mesh: Mesh) -> Tensor:
-    """An argument on the mesh of the call; see ``casts``."""
+    """An argument on the mesh of the call; see ``casts``. A plain one stays plain, and enters where it is used."""
     if not isinstance(a, DTensor):
-        return onto(a, mesh)
+        refuse_tangent(a)
+        return a
     if a._spec.layout.mesh is mesh or a._spec.layout.mesh == mesh:
         return a
     return wrap(onto(a, mesh), spec_of(a._spec.layout.on(mesh), a._spec.transport))
