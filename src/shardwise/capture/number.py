@@ -22,15 +22,16 @@ HINT = 0.5  # what a fake kernel is given: it decides nothing
 class NumberNode:
     """What torch calls the node of a SymFloat; ``note`` adds an operation to the tape."""
 
-    __slots__ = ("note", "refuse", "value")
+    __slots__ = ("decide", "note", "refuse", "value")
 
     def __init__(
         self,
         value: Any,
         note: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any],
         refuse: Callable[[str], Exception],
+        decide: Callable[..., bool] | None = None,
     ) -> None:
-        self.value, self.note, self.refuse = value, note, refuse
+        self.value, self.note, self.refuse, self.decide = value, note, refuse, decide
 
     # ---- what torch asks before it computes ------------------------------------------------------
 
@@ -139,10 +140,35 @@ class NumberNode:
 
     # ---- comparisons: torch may assume what it checks, Python may not look ------------------------
 
-    def _compared(self, other: Any) -> NumberNode:
-        return _Comparison(self.value, self.note, self.refuse)
+    def _compared(self, call: Callable[..., bool], other: Any) -> NumberNode:
+        against = other.value if isinstance(other, NumberNode) else other
+        decide = self.decide
+        if decide is None or not isinstance(against, (int, float)):
+            return _Comparison(self.value, self.note, self.refuse)
+        return _Comparison(self.value, self.note, self.refuse, lambda: decide(call, against))
 
-    ge = gt = le = lt = eq = ne = _compared
+    def ge(self, other: Any) -> NumberNode:
+        return self._compared(operator.ge, other)
+
+    def gt(self, other: Any) -> NumberNode:
+        return self._compared(operator.gt, other)
+
+    def le(self, other: Any) -> NumberNode:
+        return self._compared(operator.le, other)
+
+    def lt(self, other: Any) -> NumberNode:
+        return self._compared(operator.lt, other)
+
+    def eq(self, other: Any) -> NumberNode:
+        return self._compared(operator.eq, other)
+
+    def ne(self, other: Any) -> NumberNode:
+        return self._compared(operator.ne, other)
+
+    def bool_(self) -> bool:
+        if self.decide is None:
+            raise self.refuse(_ASKED)
+        return self.decide(operator.ne, 0)
 
     # ---- its value -------------------------------------------------------------------------------
 
@@ -177,13 +203,25 @@ class _Comparison(NumberNode):
         """Torch's check of an argument: taken to hold, as in eager mode a step before."""
         return True
 
+    def bool_(self) -> bool:
+        """Python asks: a hyperparameter's answer holds for this step, and is asked for again before each run."""
+        if self.decide is None:
+            raise self.refuse(_ASKED)
+        return self.decide()
+
+    def guard_bool(self, file: Any, line: Any) -> bool:
+        return self.bool_()
+
 
 def _root(x: float) -> float:
     return x**0.5
 
 
 def number(
-    value: Any, note: Callable[..., Any], refuse: Callable[[str], Exception]
+    value: Any,
+    note: Callable[..., Any],
+    refuse: Callable[[str], Exception],
+    decide: Callable[..., bool] | None = None,
 ) -> torch.SymFloat:
-    """A number for Python that stands for a value of the tape."""
-    return torch.SymFloat(NumberNode(value, note, refuse))
+    """A number for Python that stands for a value of the tape; ``decide`` answers its comparisons."""
+    return torch.SymFloat(NumberNode(value, note, refuse, decide))

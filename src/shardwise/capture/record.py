@@ -6,7 +6,7 @@ binding: after every run the executor's output is put there, as the recorded cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.capture.aftermath import Aftermath, Seeds, holds_fake
 from shardwise.capture.ir import Slot, Step, Value
-from shardwise.capture.state import Cell, State, TableCell, local_of, shown_cells, slot_of
+from shardwise.capture.state import (
+    Cell,
+    State,
+    TableCell,
+    liftable,
+    local_of,
+    shown_cells,
+    slot_of,
+)
 from shardwise.capture.tape import Tape
 from shardwise.comm.transport import current
-from shardwise.compat import is_fake, tree_flatten, tree_unflatten
+from shardwise.compat import is_fake, storage_id, tree_flatten, tree_unflatten
 from shardwise.errors import CaptureError
 from shardwise.tensor.dtensor import DTensor, wrap
+from shardwise.tensor.gradients import leaf_of
 
-LIFTED_NUMBERS = ("lr",)  # hyperparameters that change from call to call: inputs of the graph
+LIFTED_NUMBERS = frozenset(
+    {"lr"}
+)  # hyperparameters that are inputs of the graph from the start
+_SEES_VALUES = ("SymFloat", "supported for tensor subclasses", "numpy")
+
+
+class NewStateError(CaptureError):
+    """An optimizer makes new state: this call is to run eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +66,33 @@ class Results:
         return tree_unflatten(leaves, self.tree)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Effects:
     """What a call left behind in Python.
 
     Attributes:
-        bound: Places that hold an output of the graph afterwards.
+        bound: Places that hold an output of the graph afterwards, with the spec of a DTensor or None.
         reset: Places that hold something else that was there before, or nothing.
         forgotten: Wrappers of gradients that are no longer true.
+        of_arguments: Arguments that get a gradient: the last outputs of the graph, in order.
     """
 
-    bound: list[Cell]
+    bound: list[tuple[Cell, Any]]
     reset: list[tuple[Cell, Any]]
     forgotten: list[Cell]
+    of_arguments: list[int]
 
-    def apply(self, outs: Any) -> None:
+    def apply(self, outs: Any, leaves: list[Any]) -> None:
         """Leave the same behind, with the outputs of a run."""
-        for cell, out in zip(self.bound, outs):
-            cell.write(out)
+        for at, out in zip(self.of_arguments, outs[len(self.bound) :]):
+            local = local_of(leaves[at])
+            leaf = leaf_of(local)
+            if leaf is None:
+                local.grad = out
+            else:
+                leaf.grad, leaf.shown = out, None
+        for (cell, spec), out in zip(self.bound, outs):
+            cell.write(out if spec is None else wrap(out, spec))
         for cell, x in self.reset:
             cell.write(x)
         for cell in self.forgotten:
@@ -81,47 +107,155 @@ class Recording:
         step: The graph; its outputs are the results' tensors, then the bound ones.
         results: How to rebuild what it returned.
         effects: How to leave behind what it left.
-        read: Places of the state that were looked at: they must hold the like at every run.
+        read: Places of the state, and what they held: they must hold the like at every run.
+        guards: How hyperparameters that are inputs compare with constants; it must be so at every run.
     """
 
     step: Step
     results: Results
     effects: Effects
-    read: list[Cell]
+    read: list[tuple[Cell, Any]]
+    guards: list[Any]
 
 
 def record(
-    fn: Callable[..., Any], state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fn: Callable[..., Any],
+    state: State,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lifted: Collection[str] = LIFTED_NUMBERS,
 ) -> Recording:
     """Run a call on fakes and give its graph. Whatever happens, nothing of the user's is changed.
 
+    Args:
+        fn: The function.
+        state: What it works on.
+        args: Its arguments.
+        kwargs: Those by name.
+        lifted: Hyperparameters that are inputs of the graph.
+
     Raises:
-        CaptureError: It does what no later run could repeat.
+        CaptureError: It does what no later run could repeat; a `NewStateError` if that is an optimizer's first step.
     """
     cells = state.cells()
     before = [c.read() for c in cells]
     tape = Tape(_slots(cells, before, args, kwargs), current().rank)
-    with _put_back(state, tape):
+    leaves, tree = tree_flatten((args, kwargs))
+    aftermath, done = Aftermath(state), False
+    data = [
+        (local, local.detach()) for local in map(local_of, before) if isinstance(local, Tensor)
+    ]
+    with _put_back(state, tape, lifted) as check_numbers:
         shown = list(shown_cells(p for _, p in state.parameters().values()))
         shown_before = [c.read() for c in shown]
         try:
             with tape.running():
-                results, outs = _results(tape, fn(*args, **kwargs))
-                effects, more = _effects(tape, cells, before, shown)
+                own_args, own_kwargs = tree_unflatten(
+                    leaves, tree
+                )  # lists and dicts of our own
+                got = _called(fn, own_args, own_kwargs, tape)
+                check_numbers()
+                _check_data(tape, data)
+                _check_arguments(tape, leaves, tree_flatten((own_args, own_kwargs))[0])
+                results, outs = _results(tape, got)
+                new = aftermath.places(tape, cells)
+                news = [(c, None) for c in new]
+                effects, more = _effects(tape, [*zip(cells, before), *news], shown)
+                effects.of_arguments, grads = _gradients(tape, state, leaves)
+                done = True
         finally:
+            for x, old in data:
+                if storage_id(x) != storage_id(old):
+                    x.data = old
+            for x, grad, reduced in tape.lifted_leaves:
+                _restore_gradient(x, grad, reduced)
             for c, x in [*zip(cells, before), *zip(shown, shown_before)]:
                 if c.read() is not x:
                     c.write(x)
+            aftermath.restore(everything=not done)
     step = Step(
         nodes=tuple(tape.nodes),
         inputs=tuple(tape.inputs),
-        outputs=(*outs, *more),
+        outputs=(*outs, *more, *grads),
         next_index=tape.next_index,
         rank=tape.rank,
         tape=tape,
     )
-    read = [c for c, x in zip(cells, before) if isinstance(x, Tensor) and c.role == "state"]
-    return Recording(step, results, effects, read)
+    read = [
+        (c, x) for c, x in zip(cells, before) if isinstance(x, Tensor) and c.role == "state"
+    ]
+    read += [(c, c.read()) for c in new]
+    return Recording(step, results, effects, read, tape.guards)
+
+
+def _called(fn: Callable[..., Any], args: Any, kwargs: Any, tape: Tape) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except (TypeError, RuntimeError) as error:  # torch's own words for: there is no value
+        if isinstance(error, CaptureError) or not any(s in str(error) for s in _SEES_VALUES):
+            raise
+        raise tape.refuse(
+            f"Python or numpy asks for the value of a tensor ({error})",
+            ["return it, and look at it outside the step"],
+        ) from error
+
+
+def _check_data(tape: Tape, data: list[tuple[Tensor, Tensor]]) -> None:
+    for x, old in data:
+        if storage_id(x) != storage_id(old):
+            raise tape.refuse(
+                "it gives a tensor other memory (x.data = ...)",
+                ["with torch.no_grad(): x.copy_(...)"],
+            )
+
+
+def _check_arguments(tape: Tape, before: list[Any], after: list[Any]) -> None:
+    if len(before) != len(after) or any(x is not y for x, y in zip(before, after)):
+        raise tape.refuse(
+            "it changes a list or dict that is an argument", ["return what is new in it"]
+        )
+
+
+def _gradients(tape: Tape, state: State, leaves: list[Any]) -> tuple[list[int], list[Value]]:
+    """Which arguments get a gradient, and what it is; other leaves are parameters, or are refused."""
+    known = {id(local_of(p)) for _, p in state.parameters().values()}
+    places = {id(local_of(x)): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+    found: list[int] = []
+    outs: list[Value] = []
+    for x, grad, reduced in tape.lifted_leaves:
+        leaf = leaf_of(x)
+        was = reduced or (None, None)
+        now = (None, None) if leaf is None else (leaf.grad, leaf.pending)
+        if id(x) in known or (x.grad is grad and now[0] is was[0] and now[1] is was[1]):
+            continue
+        at = places.get(id(x))
+        if at is None:
+            raise tape.refuse(
+                "backward leaves a gradient in a tensor that lies where capture does not look",
+                [
+                    "torch.autograd.grad(loss, x), and return it",
+                    "let the function name the tensor",
+                ],
+            )
+        if grad is not None or was != (None, None) or now[1] is not None:
+            raise tape.refuse(
+                f"backward adds to a gradient that argument {at} has already, or leaves a pending sum in it",
+                ["torch.autograd.grad(loss, x), and return it", "set its grad to None before"],
+            )
+        found.append(at)
+        outs.append(tape.value_of(local_of(x.grad if leaf is None else now[0])))
+    return found, outs
+
+
+def _restore_gradient(x: Tensor, grad: Any, reduced: Any) -> None:
+    if x.grad is not grad:
+        x.grad = grad
+    leaf = leaf_of(x)
+    if leaf is not None:
+        was = reduced or (None, None)
+        if leaf.grad is not was[0] or leaf.pending is not was[1]:
+            leaf.grad, leaf.pending = was
+            leaf.shown = None
 
 
 def _slots(
@@ -144,45 +278,102 @@ def _slots(
 
 
 @contextmanager
-def _put_back(state: State, tape: Tape) -> Iterator[None]:
-    """Around a recording: the optimizers' numbers and tables, and what other rooms have set aside."""
+def _put_back(
+    state: State, tape: Tape, lifted: Collection[str]
+) -> Iterator[Callable[[], None]]:
+    """Around a recording: optimizers' numbers and tables, generators, and what other rooms have set aside."""
     numbers = state.numbers()
     values = [c.read() for c in numbers]
-    during = [_lifted(c, x, tape) for c, x in zip(numbers, values)]
+    during = [_lifted(c, x, tape, lifted) for c, x in zip(numbers, values)]
     for c, x in zip(numbers, during):
         c.write(x)
-    tables = [(o, set(o.state)) for o in state.optimizers.values()]
+    tables = [
+        (o, {p: dict(held) if isinstance(held, dict) else held for p, held in o.state.items()})
+        for o in state.optimizers.values()
+    ]
+    seeds, seeded, failed = Seeds(state), None, True
+
+    def check_numbers() -> None:
+        changed = [c.name for c, x in zip(numbers, during) if c.read() is not x]
+        if changed:
+            raise CaptureError(
+                f"this step cannot be captured: it changes {changed[0]}, a Python number, which a later run of "
+                "the graph would not do.",
+                tries=["call scheduler.step() after the captured step, not in it"],
+            )
+
     try:
-        yield
-        changed = [c for c, x in zip(numbers, during) if c.read() is not x]
-        new = [o for o, keys in tables if set(o.state) != keys]
+        yield check_numbers
+        failed = False
     finally:
         tape.restore()
         for c, x in zip(numbers, values):
             c.write(x)
-        for o, keys in tables:
-            for p in set(o.state) - keys:
-                del o.state[p]
-    if changed:
-        raise CaptureError(
-            f"this step cannot be captured: it changes {changed[0].name}, a Python number, which a later run of "
-            "the graph would not do.",
-            tries=["call scheduler.step() after the captured step, not in it"],
-        )
+        counted = [name for o, table in tables for name in _restore_table(o, table)]
+        seeded = seeds.changed()
+    new = [name for name in counted if name is _NEW]
+    if failed:
+        return
     if new:
-        raise CaptureError(
+        raise NewStateError(
             "this step cannot be captured: an optimizer makes new state in it.",
             tries=["run one eager step first"],
         )
+    if counted:
+        raise CaptureError(
+            f"this step cannot be captured: an optimizer changes {counted[0]!r} in its state, which is no tensor; "
+            "a later run of the graph would not.",
+            tries=["keep it as a tensor, as torch's optimizers keep their step"],
+        )
+    if seeded is not None:
+        raise CaptureError(
+            f"this step cannot be captured: {seeded}.",
+            tries=["do it before the step", "pass the number as a tensor"],
+        )
 
 
-def _lifted(cell: TableCell, x: Any, tape: Tape) -> Any:
+_NEW = "new"
+
+
+def _restore_table(o: torch.optim.Optimizer, before: dict[Any, Any]) -> list[str]:
+    """Put an optimizer's state back; the names of what is no tensor and has changed, `_NEW` for what is new."""
+    found: list[str] = []
+    for p in [p for p in o.state if p not in before]:
+        del o.state[p]
+        found.append(_NEW)
+    for p, was in before.items():
+        held = o.state.get(p)
+        if not isinstance(held, dict) or not isinstance(was, dict):
+            continue
+        for key in [k for k in held if k not in was]:
+            del held[key]
+            found.append(_NEW)
+        for key, x in was.items():
+            now = held.get(key)
+            if now is x or (isinstance(x, Tensor) and isinstance(now, Tensor)):
+                continue
+            held[key] = x
+            if isinstance(now, Tensor):
+                found.append(_NEW)
+            elif type(now) is not type(x) or now != x:
+                found.append(str(key))
+    return found
+
+
+def _lifted(cell: TableCell, x: Any, tape: Tape, lifted: Collection[str]) -> Any:
     """A number as the recorded step sees it: one that changes from call to call is an input."""
-    if cell.key not in LIFTED_NUMBERS or type(x) is not float:
+    if cell.key not in lifted or not liftable(x):
         return x
     find, key = cell.find, cell.key
-    made = tape.lift_number(Slot(cell.name, "number", lambda _: find()[key]))
-    if not find().get("fused"):
+    if type(x) is tuple:
+        return tuple(
+            [
+                tape.lift_number(Slot(cell.name, "number", lambda _, i=i: find()[key][i]), x[i])
+                for i in range(len(x))
+            ]
+        )
+    made = tape.lift_number(Slot(cell.name, "number", lambda _: find()[key]), x)
+    if key != "lr" or not find().get("fused"):
         return made
     with tape.running():  # the fused kernels take it as a tensor
         return torch.scalar_tensor(made, dtype=torch.float64)  # pyright: ignore[reportArgumentType]
@@ -197,32 +388,37 @@ def _results(tape: Tape, result: Any) -> tuple[Results, list[Value]]:
         for r in (leaves[i] for i in places)
     ]
     chosen = set(places)
+    if any(holds_fake(r) for i, r in enumerate(leaves) if i not in chosen):
+        raise tape.refuse(
+            "it returns an object with tensors in it, which a later run could not make",
+            ["return tensors in tuples, lists and dicts"],
+        )
     kept = [None if i in chosen else r for i, r in enumerate(leaves)]
     return Results(kept, tree, places, specs), outs
 
 
 def _effects(
-    tape: Tape, cells: list[Cell], before: list[Any], shown: list[Cell]
+    tape: Tape, places: list[tuple[Cell, Any]], shown: list[Cell]
 ) -> tuple[Effects, list[Value]]:
-    bound: list[Cell] = []
+    bound: list[tuple[Cell, Any]] = []
     reset: list[tuple[Cell, Any]] = []
     outs: list[Value] = []
-    for c, x in zip(cells, before):
+    for c, x in places:
         now = c.read()
         if now is x:
             continue
         if isinstance(now, Tensor) and is_fake(local_of(now)):
-            if isinstance(now, DTensor):
-                raise tape.refuse(f"{c.name} becomes another DTensor in the step")
-            bound.append(c)
-            outs.append(tape.value_of(now))
+            if isinstance(now, torch.nn.Parameter) or (now.requires_grad and now.is_leaf):
+                raise tape.refuse(f"{c.name} becomes another parameter in the step")
+            bound.append((c, now._spec if isinstance(now, DTensor) else None))
+            outs.append(tape.value_of(local_of(now)))
         else:
             reset.append((c, now))
-    touched = {id(c.holder) for c in (*bound, *(c for c, _ in reset))}
+    touched = {id(c.holder) for c, _ in (*bound, *reset)}
     forgotten = [
         c
         for c in shown
         if id(c.holder) in touched
         or (isinstance(c.holder, DTensor) and id(c.holder._local) in touched)
     ]
-    return Effects(bound, reset, forgotten), outs
+    return Effects(bound, reset, forgotten, []), outs

@@ -7,7 +7,7 @@ that nothing is baked in, and put back after recording, which leaves fakes behin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 import functools
 import types
 from typing import Any
@@ -16,10 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.ir import Slot
+from shardwise.compat import tree_flatten
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.gradients import leaf_of
 
 _NUMBERS = (int, float, tuple, bool, str, type(None))
+_SETTINGS = ("p", "momentum", "eps")  # of torch's modules: what schedules change
+_OWN = frozenset(nn.Module().__dict__)
+MANY = 1024  # a table of more is data
+FEW = 8  # numbers in a list of more are data
 DEPTH = 4  # of containers and of functions that call functions
 _OPEN = ("torch.optim", "torch.amp")
 _QUIET = ("torch", "shardwise", "builtins", "typing", "collections", "functools", "math")
@@ -31,7 +36,7 @@ class Cell:
     Attributes:
         name: For the text.
         role: See ``Slot``.
-        holder: A dict, or an object with attributes.
+        holder: A dict, a list, or an object with attributes.
         key: Where in it.
     """
 
@@ -42,13 +47,16 @@ class Cell:
 
     def read(self) -> Any:
         """What is there now."""
-        if type(self.holder) is dict:
-            return self.holder.get(self.key)
-        return getattr(self.holder, self.key)
+        holder = self.holder
+        if isinstance(holder, dict):
+            return holder.get(self.key)
+        if isinstance(holder, list):
+            return holder[self.key] if self.key < len(holder) else None
+        return getattr(holder, self.key, None)
 
     def write(self, x: Any) -> None:
         """Put something there."""
-        if type(self.holder) is dict:
+        if isinstance(self.holder, (dict, list)):
             self.holder[self.key] = x
         else:
             setattr(self.holder, self.key, x)
@@ -86,6 +94,9 @@ class State:
         tensors: Tensors found elsewhere, as cells.
         all_modules: All modules, the inner ones included, each once.
         all_parameters: All parameters, each once.
+        held: Where what is no tensor was found, and what was there: an object, or a number that the code names.
+        containers: Lists, dicts and tables of attributes that were looked into, with names.
+        generators: Random generators.
     """
 
     def __init__(self) -> None:
@@ -94,6 +105,12 @@ class State:
         self.tensors: list[Cell] = []
         self.all_modules: list[nn.Module] = []
         self.all_parameters: list[Tensor] = []
+        self.held: list[tuple[Cell, Any]] = []
+        self.containers: list[tuple[str, Any]] = []
+        self.generators: list[torch.Generator] = []
+        self._attributes: list[tuple[Cell, Any]] = []
+        self._codes: set[str] = set()
+        self._signature: tuple[Any, ...] | None = None
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id is used twice
 
@@ -102,9 +119,13 @@ class State:
         """What a function works on, called with these arguments."""
         state = cls()
         state.look("", fn)
-        state.look("argument", [args, kwargs])
+        for i, x in enumerate(tree_flatten((args, kwargs))[0]):
+            state.look(f"argument {i}", x)
         inner = {id(m): m for outer in state.modules.values() for m in outer.modules()}
         state.all_modules = list(inner.values())
+        for m in state.all_modules:
+            state._look_at_module(m)
+        state.held += [(c, x) for c, x in state._attributes if c.key in state._codes]
         state.all_parameters = [p for _, p in state.parameters().values()]
         return state
 
@@ -121,60 +142,104 @@ class State:
             self.modules[name] = x
         elif isinstance(x, torch.optim.Optimizer):
             self.optimizers[name] = x
+        elif isinstance(x, torch.Generator):
+            self.generators.append(x)
         elif depth > 0:
             self._look_inside(name, x, depth)
 
     def _look_inside(self, name: str, x: Any, depth: int) -> None:
         if isinstance(x, functools.partial):
             self.look(name, x.func, depth)
-            self.look(name, [x.args, x.keywords], depth - 1)
+            self._items(name, list(x.args), depth)
+            self._items(name, x.keywords, depth)
         elif isinstance(x, types.MethodType):
             self.look(name, x.__self__, depth)
             self.look(name, x.__func__, depth)
         elif isinstance(x, types.FunctionType):
             self._look_into(x, depth)
-        elif isinstance(x, dict):
+        elif isinstance(x, (dict, list)):
+            self.containers.append((name, x))
             self._items(name, x, depth)
-        elif isinstance(x, (list, tuple, set)):
-            for i, y in enumerate(x):
-                self.look(f"{name}.{i}", y, depth - 1)
+        elif isinstance(x, (tuple, set, frozenset)):
+            self._items(name, list(x), depth)
         else:
             home, held = type(x).__module__, getattr(x, "__dict__", None)
             strange = home.split(".")[0] not in _QUIET
+            if strange:
+                self._call_of(type(x), depth)
             if isinstance(held, dict) and (strange or home.startswith(_OPEN)):
-                self._items(name, held, depth)
+                if strange:
+                    self.containers.append((name, held))
+                self._items(name, held, depth, numbers=strange)
 
-    def _items(self, name: str, held: dict[Any, Any], depth: int) -> None:
-        for key, y in list(held.items()):
-            if isinstance(y, Tensor):
-                self.tensors.append(Cell(f"{name}.{key}", "state", held, key))
-            else:
-                self.look(f"{name}.{key}", y, depth - 1)
+    def _call_of(self, kind: type, depth: int) -> None:
+        """What is called when an object is."""
+        call = getattr(kind, "__call__", None)  # noqa: B004  the function itself, to look into
+        if isinstance(call, types.FunctionType):
+            self.look(kind.__name__, call, depth)
+
+    def _items(self, name: str, held: Any, depth: int, *, numbers: bool = True) -> None:
+        if len(held) > MANY:  # data, not settings
+            return
+        pairs = held.items() if isinstance(held, dict) else enumerate(held)
+        for key, y in list(pairs):
+            few = isinstance(held, dict) or len(held) <= FEW
+            if (few and numbers) or not _plain(y):
+                cell = Cell(f"{name}.{key}", "state", held, key)
+                self._place(cell, y, depth - 1, attribute=isinstance(held, dict))
+
+    def _place(self, cell: Cell, x: Any, depth: int, *, attribute: bool = False) -> None:
+        """What is at a place: a tensor is an input, anything else is to stay there."""
+        if isinstance(x, (type, types.ModuleType, types.BuiltinFunctionType)):
+            return
+        if isinstance(x, Tensor):
+            self.tensors.append(cell)
+        elif _plain(x) and attribute:
+            self._attributes.append((cell, x))
+        else:
+            self.held.append((cell, x))
+            self.look(cell.name, x, depth)
 
     def _look_into(self, function: Any, depth: int) -> None:
         if (function.__module__ or "").split(".")[0] in _QUIET:
             return
         code = function.__code__
+        names = list(_names(code))
+        self._codes.update(names, _strings(code))
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             try:
                 held = cell.cell_contents
             except ValueError:  # not bound yet
                 continue
-            if isinstance(held, Tensor):
-                self.tensors.append(Cell(name, "state", cell, "cell_contents"))
-            else:
-                self.look(name, held, depth - 1)
+            self._place(Cell(name, "state", cell, "cell_contents"), held, depth - 1)
         for default in (
             *(function.__defaults__ or ()),
             *(function.__kwdefaults__ or {}).values(),
         ):
             self.look(function.__name__, default, depth - 1)
-        for name in _names(code):
+        for name in names:
             held = function.__globals__.get(name)
-            if isinstance(held, Tensor):
-                self.tensors.append(Cell(name, "state", function.__globals__, name))
-            elif held is not None:
-                self.look(name, held, depth - 1)
+            if held is not None:
+                cell = Cell(name, "state", function.__globals__, name)
+                self._place(cell, held, depth - 1)
+
+    def _look_at_module(self, m: nn.Module) -> None:
+        """What a module holds beside parameters, buffers and modules."""
+        for key, child in m._modules.items():
+            self.held.append((Cell(str(key), "module", m._modules, key), child))
+        home = type(m).__module__.split(".")[0]
+        table = m.__dict__
+        if home in _QUIET:
+            for key in _SETTINGS:
+                if key in table:
+                    self.held.append((Cell(key, "number", table, key), table[key]))
+            return
+        self._codes.update(_forward_names(type(m)))
+        name = type(m).__name__
+        self.containers.append((name, table))
+        for key, y in list(table.items()):
+            if key not in _OWN and not isinstance(y, Tensor):
+                self._place(Cell(f"{name}.{key}", "state", table, key), y, 2, attribute=True)
 
     # ---- what there is -------------------------------------------------------------------------
 
@@ -187,6 +252,10 @@ class State:
         for name, optimizer in self.optimizers.items():
             for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
                 found.setdefault(id(p), (f"{name}.{i}", p))
+        for c in self.tensors:
+            x = c.read()
+            if isinstance(x, Tensor) and x.requires_grad and x.is_leaf:
+                found.setdefault(id(x), (c.name, x))
         return found
 
     def cells(self) -> list[Cell]:
@@ -230,26 +299,53 @@ class State:
             if key != "params" and isinstance(x, _NUMBERS)
         ]
 
-    def fixed_numbers(self, lifted: Sequence[str]) -> tuple[Any, ...]:
-        """The values of those that are part of a captured step."""
+    def fixed_numbers(self, lifted: Collection[str]) -> tuple[Any, ...]:
+        """The values of those that are part of a captured step, and the types of the others."""
         return tuple(
             [
-                (key, x)
+                (key, float) if key in lifted and liftable(x) else (key, type(x), x)
                 for optimizer in self.optimizers.values()
                 for group in optimizer.param_groups
                 for key, x in group.items()
-                if key != "params" and key not in lifted and isinstance(x, _NUMBERS)
+                if key != "params" and isinstance(x, _NUMBERS)
             ]
         )
 
-    def ready(self) -> bool:
-        """Whether every optimizer has its state, so that a step makes no new one."""
-        return all(
-            len(optimizer.state) > 0
-            or not any(p.requires_grad for g in optimizer.param_groups for p in g["params"])
-            or not _keeps_state(optimizer)
-            for optimizer in self.optimizers.values()
-        )
+    def unnamed(self) -> list[tuple[Cell, Any]]:
+        """Numbers in attributes and dicts that no code names."""
+        return [(c, x) for c, x in self._attributes if c.key not in self._codes]
+
+    def signature(self) -> tuple[Any, ...]:
+        """What was found, as part of a key."""
+        if self._signature is None:
+            self._signature = tuple([x if _plain(x) else id(x) for _, x in self.held])
+        return self._signature
+
+    def grads_there(self) -> tuple[Any, ...]:
+        """Which parameters have a gradient: a step adds to it, or makes one."""
+        out = []
+        for p in self.all_parameters:
+            local = local_of(p)
+            leaf = leaf_of(local)
+            out.append(local.grad is None)
+            if leaf is not None:
+                out += (leaf.grad is None, leaf.pending is None)
+        return tuple(out)
+
+    def stale(self) -> Cell | None:
+        """A place that holds something else than when it was looked at."""
+        for cell, x in self.held:
+            now = cell.read()
+            if now is not x and not (_plain(x) and type(now) is type(x) and now == x):
+                return cell
+        return None
+
+
+def liftable(x: Any) -> bool:
+    """Whether a hyperparameter can be an input of the graph: a float, or several."""
+    if type(x) is tuple:
+        return all(isinstance(y, float) for y in x)
+    return isinstance(x, float)
 
 
 def _state(optimizer: torch.optim.Optimizer, p: Tensor) -> Callable[[], Any]:
@@ -258,13 +354,6 @@ def _state(optimizer: torch.optim.Optimizer, p: Tensor) -> Callable[[], Any]:
 
 def _group(optimizer: torch.optim.Optimizer, i: int) -> Callable[[], Any]:
     return lambda: optimizer.param_groups[i]
-
-
-def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    return not (
-        isinstance(optimizer, torch.optim.SGD)
-        and not any(g.get("momentum") for g in optimizer.param_groups)
-    )
 
 
 def _grad_cells(name: str, p: Tensor) -> list[Cell]:
@@ -288,6 +377,33 @@ def shown_cells(parameters: Iterable[Tensor]) -> Iterator[Cell]:
                 yield Cell("", "shown", leaf, "shown")
 
 
+def _plain(x: Any) -> bool:
+    return x is None or isinstance(x, (str, bytes, int, float))
+
+
+def _forward_names(kind: type) -> set[str]:
+    """What ``forward``, and the methods that it names, name."""
+    found: set[str] = set()
+    todo = ["forward"]
+    while todo:
+        method = getattr(kind, todo.pop(), None)
+        if not isinstance(method, types.FunctionType):
+            continue
+        new = {*_names(method.__code__), *_strings(method.__code__)} - found
+        found |= new
+        todo += new
+    return found
+
+
+def _strings(code: types.CodeType) -> Iterator[str]:
+    """Keys that the code may ask a dict for."""
+    for inner in code.co_consts:
+        if isinstance(inner, str):
+            yield inner
+        elif isinstance(inner, types.CodeType):
+            yield from _strings(inner)
+
+
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for inner in code.co_consts:
@@ -305,7 +421,7 @@ def slot_of(cell: Cell) -> Slot:
             return Slot(cell.name, cell.role, lambda _: find()[key]._local, layout)
         return Slot(cell.name, cell.role, lambda _: find()[key], layout)
     holder, key = cell.holder, cell.key
-    if type(holder) is dict:
+    if isinstance(holder, (dict, list)):
         if isinstance(x, DTensor):
             return Slot(cell.name, cell.role, lambda _: holder[key]._local, layout)
         return Slot(cell.name, cell.role, lambda _: holder[key], layout)

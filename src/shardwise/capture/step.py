@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+import types
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from shardwise.capture.check import agree, alike, group_of, lines_of, order_of, 
 from shardwise.capture.inductor import compiled
 from shardwise.capture.ir import Step
 from shardwise.capture.passes import DEFAULT, Pass
-from shardwise.capture.record import LIFTED_NUMBERS, Recording, record
+from shardwise.capture.record import LIFTED_NUMBERS, NewStateError, Recording, record
 from shardwise.capture.run import executor
-from shardwise.capture.state import State
+from shardwise.capture.state import State, liftable, local_of
 from shardwise.comm.transport import current
-from shardwise.compat import autocast_dtype, kernel_flags, tree_flatten
+from shardwise.compat import autocast_dtype, kernel_flags, storage_id, tree_flatten
 from shardwise.errors import CaptureError
 from shardwise.events import FallbackEvent, emit, user_site
 from shardwise.program.modes import mode
@@ -86,9 +87,7 @@ class Captured:
         fn: The function.
         passes: What is done to its graphs.
         compiler: ``"inductor"`` or None.
-        captures: How often it was recorded.
-        calls: How often it was called.
-        steps: The captured steps by key, newest last.
+        max_captures: How many variants there may be.
     """
 
     def __init__(
@@ -104,60 +103,127 @@ class Captured:
             compiler,
             max_captures,
         )
-        self.captures = self.calls = 0
-        self.steps: dict[Any, CapturedStep] = {}
-        self._state: State | None = None
+        self._of_ranks: dict[Any, _OfRank] = {}
+        self._last: _OfRank | None = None
         self.__name__ = getattr(fn, "__name__", "step")
         self.__doc__ = fn.__doc__
+
+    def __reduce__(self) -> Any:
+        return Captured, (self.fn, self.passes, self.compiler, self.max_captures)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
         if recorder() is not None:  # within another captured step
             return self.fn(*args, **kwargs)
-        self.calls += 1
-        if self.calls == 1:
-            return self.fn(*args, **kwargs)
-        state = self._state
-        if state is None:
-            state = self._state = State.of(self.fn, args, kwargs)
-        if not state.ready():
+        own = self._own()
+        own.calls += 1
+        if own.calls == 1:
             return self.fn(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
-        key = (tree, *map(_leaf_key, leaves), *_surroundings(state))
-        found = self.steps.get(key)
-        if found is None or not found.fits():
-            found = self._capture(key, args, kwargs)
+        where = tuple([id(x) for x in leaves if _is_object(x)])
+        state = own.states.get(where)
+        moved = None if state is None else state.stale()
+        if state is None or moved is not None:
+            state = own.states[where] = State.of(self.fn, args, kwargs)
+            own.moved = moved.name if moved is not None else own.moved
+        memory = _memory(leaves)
+        key = (
+            tree,
+            *map(_leaf_key, leaves),
+            shared(memory),
+            *_surroundings(state, own.lifted),
+        )
+        found = own.steps.get(key)
+        if found is None or not found.fits(memory):
+            found = self._capture(own, key, args, kwargs, where, memory)
+            if found is None:
+                return self.fn(*args, **kwargs)
         return found(leaves)
 
-    def _capture(self, key: Any, args: Any, kwargs: Any) -> CapturedStep:
-        if self.captures >= self.max_captures:
+    def _own(self) -> _OfRank:
+        transport = current()
+        found = self._of_ranks.get(transport)
+        if found is None:
+            found = self._of_ranks[transport] = _OfRank()
+        self._last = found
+        return found
+
+    def _capture(
+        self, own: _OfRank, key: Any, args: Any, kwargs: Any, where: Any, memory: Any
+    ) -> CapturedStep | None:
+        """A new step; None if an optimizer is to make its state first, eagerly."""
+        if own.captures + own.eager >= self.max_captures:
             raise CaptureError(
-                f"{self.__name__} was captured {self.captures} times, and this call needs yet another step: its "
-                "arguments, modes or hyperparameters differ from all before.",
+                f"{self.__name__} was captured {own.captures} times, and this call needs yet another step: its "
+                "arguments, modes or hyperparameters differ from all before"
+                + (f"; last, {own.moved} was another." if own.moved else "."),
                 tries=[
                     "pad inputs whose sizes change",
+                    "pass numbers that change as tensors",
                     f"capture(..., max_captures={2 * self.max_captures})",
                 ],
             )
-        state = self._state = State.of(self.fn, args, kwargs)
+        state = own.states[where] = State.of(self.fn, args, kwargs)
+        if own.vary(state):
+            key = (
+                *key[: -len(_surroundings(state, own.lifted))],
+                *_surroundings(state, own.lifted),
+            )
         transport = current()
         known = [*(c.read() for c in state.cells()), *tree_flatten((args, kwargs))[0]]
         ranks = ranks_of(x._spec.layout for x in known if isinstance(x, DTensor))
         try:
-            recording = record(self.fn, state, args, kwargs)
+            recording = self._record(own, state, args, kwargs)
+        except NewStateError:
+            agree(
+                transport, ranks, ["an optimizer makes new state: the call runs eagerly"], None
+            )
+            own.eager += 1
+            return None
         except Exception as error:
             agree(transport, ranks, [], f"{type(error).__name__}: {error}")
             raise
         ranks = ranks or group_of(recording.step)
         agree(transport, ranks, lines_of(recording.step), None)
-        found = CapturedStep(recording, self.passes, self.compiler)
+        found = CapturedStep(recording, self.passes, self.compiler, state, memory)
         if not alike(transport, ranks, order_of(found.step)):
             # Passes go by what a rank has recorded, which may differ where pieces are empty. As recorded all agree.
             emit(FallbackEvent(f"capture of {self.__name__}", _DISAGREE, user_site()))
-            found = CapturedStep(recording, (), self.compiler)
-        self.captures += 1
-        self.steps[key] = found
+            found = CapturedStep(recording, (), self.compiler, state, memory)
+        own.captures += 1
+        own.steps[key] = found
         return found
+
+    def _record(self, own: _OfRank, state: State, args: Any, kwargs: Any) -> Recording:
+        try:
+            return record(self.fn, state, args, kwargs, own.lifted)
+        except CaptureError as error:
+            if isinstance(error, NewStateError) or own.lifted == LIFTED_NUMBERS:
+                raise
+        own.lifted, own.may_lift = LIFTED_NUMBERS, False  # it looks at them: a step for each
+        return record(self.fn, state, args, kwargs, own.lifted)
+
+    @property
+    def calls(self) -> int:
+        """How often this rank has called it."""
+        return self._here.calls
+
+    @property
+    def captures(self) -> int:
+        """How often this rank has recorded it."""
+        return self._here.captures
+
+    @property
+    def steps(self) -> dict[Any, CapturedStep]:
+        """The captured steps by key, newest last."""
+        return self._here.steps
+
+    @property
+    def _here(self) -> _OfRank:
+        return self._of_ranks.get(current()) or self._last or _OfRank()
 
     @property
     def last(self) -> CapturedStep:
@@ -167,6 +233,44 @@ class Captured:
                 f"{self.__name__} is not captured yet: the first call runs eagerly, the second is recorded."
             )
         return list(self.steps.values())[-1]
+
+
+class _OfRank:
+    """What one rank has of a captured function: virtual ranks may share the function.
+
+    Attributes:
+        calls: How often it was called.
+        captures: How often it was recorded.
+        eager: How often an optimizer made state after the first call.
+        steps: By key.
+        states: What it works on, by the objects among its arguments.
+        lifted: Hyperparameters that are inputs: those that were seen to change, too.
+        may_lift: Whether more may become inputs.
+        moved: The place that was last seen to hold something else.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.captures = self.eager = 0
+        self.steps: dict[Any, CapturedStep] = {}
+        self.states: dict[Any, State] = {}
+        self.lifted, self.may_lift = LIFTED_NUMBERS, True
+        self.moved = ""
+        self._numbers: dict[str, Any] = {}
+
+    def vary(self, state: State) -> bool:
+        """Make inputs of the hyperparameters that are not what they were at the last recording."""
+        now = {c.name: (c.key, c.read()) for c in state.numbers()}
+        before, self._numbers = self._numbers, now
+        changed = {
+            key
+            for name, (key, x) in now.items()
+            if name in before and liftable(x) and before[name][1] != x
+        }
+        if not self.may_lift or changed <= self.lifted:
+            return False
+        self.lifted = self.lifted | changed
+        self.steps.clear()  # they took these for constants
+        return True
 
 
 class CapturedStep:
@@ -179,9 +283,15 @@ class CapturedStep:
     """
 
     def __init__(
-        self, recording: Recording, passes: Sequence[Pass], compiler: str | None = None
+        self,
+        recording: Recording,
+        passes: Sequence[Pass],
+        compiler: str | None = None,
+        state: State | None = None,
+        memory: Sequence[Any] = (),
     ) -> None:
         self.recording = recording
+        self.state = state  # kept, so that no id of its objects is used twice
         self.log: list[tuple[str, Step]] = []
         step = recording.step
         for p in passes:
@@ -190,24 +300,45 @@ class CapturedStep:
         self.step = step
         self._run = compiled(step) if compiler == "inductor" else executor(step)
         self._getters = [slot.get for _, slot in step.inputs]
-        self._known = [c.read() for c in recording.read]
+        self._cells = [c for c, _ in recording.read]
+        self._known = [x for _, x in recording.read]
+        self._kinds = list(map(_kind, self._known))
+        self._roots = self._of_state()
+        self._aliases = [self._roots.get(m[0]) for m in memory]
         self._results = len(recording.results.places)
 
-    def fits(self) -> bool:
-        """Whether the places that it reads still hold what they held, or the like."""
-        cells, known = self.recording.read, self._known
-        for i, cell in enumerate(cells):
+    def fits(self, memory: Sequence[Any] = ()) -> bool:
+        """Whether the places that it reads still hold what they held, or the like; ``memory`` is the arguments'."""
+        known, kinds, replaced = self._known, self._kinds, False
+        for i, cell in enumerate(self._cells):
             now = cell.read()
             if now is not known[i]:
-                if not _alike(now, known[i]):
+                if not _alike(now, known[i]) or _kind(now) != kinds[i]:
                     return False
-                known[i] = now
-        return True
+                known[i], replaced = now, True
+            elif kinds[i] is not None and _kind(now) != kinds[i]:
+                return False
+        if replaced:
+            self._roots = self._of_state()
+        if [self._roots.get(m[0]) for m in memory] != self._aliases:
+            return False
+        guards = self.recording.guards
+        return all(
+            bool(compare(slot.get(None), x)) is is_so for slot, compare, x, is_so in guards
+        )
+
+    def _of_state(self) -> dict[int, int]:
+        """Memory of the state: the first place that lies in it."""
+        roots: dict[int, int] = {}
+        for i, x in enumerate(self._known):
+            if isinstance(x, Tensor):
+                roots.setdefault(storage_id(local_of(x)), i)
+        return roots
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Run on the leaves of other arguments of the same kind."""
         outs = self._run([get(leaves) for get in self._getters])
-        self.recording.effects.apply(outs[self._results :])
+        self.recording.effects.apply(outs[self._results :], leaves)
         return self.recording.results.rebuild(outs)
 
 
@@ -216,43 +347,115 @@ def _name_of(p: Pass) -> str:
     return getattr(call, "__name__", type(call).__name__)
 
 
+def _is_object(x: Any) -> bool:
+    return not (x is None or isinstance(x, (Tensor, str, bytes, int, float)))
+
+
+def _memory(leaves: list[Any]) -> list[tuple[int, int]]:
+    """Where the arguments' tensors lie: memory, and place in it."""
+    found = []
+    for x in leaves:
+        if isinstance(x, Tensor):
+            local = local_of(x)
+            found.append((storage_id(local), local.storage_offset()))
+    return found
+
+
+def shared(memory: list[tuple[int, int]]) -> tuple[Any, ...] | None:
+    """Which of the arguments share memory, and how; None if none do."""
+    first: dict[int, int] = {}
+    for i, (root, _) in enumerate(memory):
+        first.setdefault(root, i)
+    if len(first) == len(memory):
+        return None
+    return tuple([(first[root], offset) for root, offset in memory])
+
+
+class _Same:
+    """An object that has no hash, as part of a key: itself alone is equal to it."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.x is self.x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+
 def _leaf_key(x: Any) -> Any:
     if isinstance(x, DTensor):
-        return x._spec, x.requires_grad
+        local = x._local
+        graded = local.requires_grad and x.is_leaf and x.grad is not None
+        return (
+            x._spec,
+            local.requires_grad,
+            graded,
+            local.stride(),
+            local.is_conj(),
+            local.is_neg(),
+        )
     if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+        return (
+            x.shape,
+            x.stride(),
+            x.dtype,
+            x.device,
+            x.requires_grad,
+            x.requires_grad and x.is_leaf and x.grad is not None,
+            x.is_conj(),
+            x.is_neg(),
+        )
+    if type(x).__module__ == "numpy" and hasattr(x, "__array_interface__") and x.ndim:
+        raise CaptureError(
+            "a numpy array cannot be an argument of a captured step: its values would be those of the recorded call.",
+            tries=["torch.from_numpy(x), outside the step"],
+        )
     try:
         hash(x)
     except TypeError:
-        return id(x)
+        return _Same(x)
     return type(x), x
 
 
-def _surroundings(state: State) -> tuple[Any, ...]:
+def _surroundings(state: State, lifted: Collection[str]) -> tuple[Any, ...]:
     """What else decides what the step does."""
     return (
         current(),
         torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
         mode(),
         autocast_dtype("cpu"),
         kernel_flags(),
         chosen_stream(),
         objective(),
+        state.signature(),
         tuple([m.training for m in state.all_modules]),
-        state.fixed_numbers(LIFTED_NUMBERS),
+        state.fixed_numbers(lifted),
         tuple([p.requires_grad for p in state.all_parameters]),
+        state.grads_there(),
     )
 
 
+def _kind(x: Any) -> Any:
+    """What a tensor may change while it remains itself; None if nothing of it is looked at."""
+    if isinstance(x, DTensor):
+        return x._spec
+    return (x.shape, x.dtype) if isinstance(x, Tensor) else None
+
+
 def _alike(now: Any, known: Any) -> bool:
-    if isinstance(now, DTensor) or isinstance(known, DTensor):
-        both = isinstance(now, DTensor) and isinstance(known, DTensor)
-        return both and now._spec is known._spec
-    if isinstance(now, Tensor) and isinstance(known, Tensor):
-        return (now.shape, now.dtype, now.stride(), now.device) == (
-            known.shape,
-            known.dtype,
-            known.stride(),
-            known.device,
-        )
-    return False
+    """Whether another tensor may take the place of one; a leaf may not, for it has a gradient and a hook."""
+    if not (isinstance(now, Tensor) and isinstance(known, Tensor)):
+        return False
+    a, b = local_of(now), local_of(known)
+    if (
+        isinstance(now, DTensor) != isinstance(known, DTensor)
+        or a.requires_grad
+        or b.requires_grad
+    ):
+        return False
+    return (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)

@@ -31,6 +31,7 @@ from shardwise.errors import CaptureError
 from shardwise.events import user_site
 from shardwise.recording import record_with, recorder
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.gradients import leaf_of
 
 _ATEN = torch.ops.aten
 _STAND_INS = (Tensor, torch.SymFloat)  # a fake or a hint stands for them
@@ -82,7 +83,10 @@ class Tape(TorchDispatchMode):
         self.slots, self.rank = slots, rank
         self.nodes: list[Node] = []
         self.inputs: list[tuple[Value, Slot]] = []
-        self.lifted_leaves: list[Tensor] = []
+        self.lifted_leaves: list[
+            tuple[Tensor, Any, Any]
+        ] = []  # with the gradients they had, own and reduced
+        self.guards: list[tuple[Slot, Callable[..., bool], Any, bool]] = []
         self.fake_mode: Any = fake_mode()
         self._lifted: dict[int, tuple[Tensor, Tensor]] = {}
         self._roots: dict[int, int] = {}
@@ -122,6 +126,8 @@ class Tape(TorchDispatchMode):
     def fake_of(self, x: Tensor) -> Tensor:
         """The fake that stands for a tensor."""
         if is_fake(x):
+            if x.fake_mode is not self.fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
+                raise self.refuse("it uses a tensor that an earlier recording left behind")
             return x
         found = self._lifted.get(id(x))
         if found is None:
@@ -133,15 +139,35 @@ class Tape(TorchDispatchMode):
             if slot is None:
                 slot = Slot("tensor", "closed-over", lambda _, x=x: x)
             self.inputs.append((value, slot))
-            if x.is_leaf and x.requires_grad:
-                self.lifted_leaves.append(x)
+            if x.requires_grad and x.is_leaf:
+                leaf = leaf_of(x)
+                self.lifted_leaves.append((x, x.grad, leaf and (leaf.grad, leaf.pending)))
+            elif x.requires_grad and not x.is_inference():
+                self._end_of_history(x, slot)
         return found[1]
 
-    def lift_number(self, slot: Slot) -> torch.SymFloat:
-        """A number that comes from outside at each run."""
+    def _end_of_history(self, x: Tensor, slot: Slot) -> None:
+        """What a tensor was computed from lies outside: no gradient goes there."""
+
+        def refuse(_: Tensor) -> None:
+            raise self.refuse(
+                f"backward leaves the step through {slot.role} {slot.name}, which was computed outside",
+                ["detach() it", "compute it in the step"],
+            )
+
+        self.afterwards(x.register_hook(refuse).remove)
+
+    def lift_number(self, slot: Slot, now: float) -> torch.SymFloat:
+        """A number that comes from outside at each run; how it compares with constants decides which step fits."""
         value = self.new_value(None, "number")
         self.inputs.append((value, slot))
-        return number(value, self._note_number, self._refuse_number)
+
+        def decide(compare: Callable[..., bool], other: Any) -> bool:
+            answer = bool(compare(now, other))
+            self.guards.append((slot, compare, other, answer))
+            return answer
+
+        return number(value, self._note_number, self._refuse_number, decide)
 
     def add_input(self, x: Tensor, slot: Slot) -> None:
         """Lift a tensor that comes from a slot."""
@@ -265,7 +291,8 @@ class Tape(TorchDispatchMode):
         if draws:
             reads.add(RNG)
             writes.add(RNG)
-            generator = next((a for a in args if isinstance(a, torch.Generator)), None)
+            given = [*args, *kwargs.values()]
+            generator = next((a for a in given if isinstance(a, torch.Generator)), None)
             since, count = self.generator_position(generator)
             self._draws[id(generator)] = since, count + 1
         node.reads, node.writes = frozenset(reads), frozenset(writes)

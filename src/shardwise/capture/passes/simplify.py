@@ -33,10 +33,12 @@ def simplify(step: Step) -> Step:
 def constants(step: Step) -> Step:
     """A constant that nothing writes to need not be made anew: it becomes a closed-over input."""
     written = _write_counts(step.nodes)
+    given = {v.root for v in step.outputs}  # the user may write to it
     nodes: list[Node] = []
     inputs = list(step.inputs)
     for n in step.nodes:
-        if n.kind == "opaque" and n.name == "constant" and written[n.outs[0].root] == 1:
+        made = n.kind == "opaque" and n.name == "constant"
+        if made and written[n.outs[0].root] == 1 and n.outs[0].root not in given:
             kept = n.target.__self__  # pyright: ignore[reportOptionalMemberAccess,reportFunctionMemberAccess]
             inputs.append(
                 (n.outs[0], Slot("constant", "closed-over", lambda _, kept=kept: kept))
