@@ -29,6 +29,7 @@ from shardwise.capture.order import dependencies, followers
 from shardwise.capture.timeline import Clock
 from shardwise.route.cost import Profile
 
+LOOK = 8  # so many nodes are looked at for one that there is memory for
 SLACK = 1.05  # of the unscheduled peak: the default cap
 _HELD = (
     "all_gather",
@@ -261,29 +262,28 @@ class _Run:
 
     def _choose(self) -> int | None:
         """The next node that is no start; None if it is a start's turn."""
-        pending: list[tuple[int, int]] = []  # waits for what is still under way
+        waits: list[tuple[int, int]] = []  # for what is still under way
+        large: list[tuple[int, int]] = []  # there is no memory to run them ahead
         chosen: int | None = None
-        while self.ready and chosen is None:
+        while self.ready and chosen is None and len(large) < LOOK:
             turn, at = heapq.heappop(self.ready)
             n = self.plan.nodes[at]
             if self.issued[at]:
                 continue
-            late = bool(pending)
-            if not late and self._due(turn):
+            if not waits and self._due(turn):
                 heapq.heappush(self.ready, (turn, at))
                 return None
             if n.kind == "wait" and self.how.run_ahead and not self._arrived(at):
-                pending.append((turn, at))
-            elif late and self.memory.live + self.memory.needs(n) > self.cap:
-                heapq.heappush(self.ready, (turn, at))
-                break
+                waits.append((turn, at))
+            elif waits and not self._takes([n], turn):
+                large.append((turn, at))
             else:
                 chosen = at
-        if chosen is None and pending:
-            chosen = min(pending, key=lambda p: self._end(p[1]))[1]
-        for p in pending:
-            if p[1] != chosen:
-                heapq.heappush(self.ready, p)
+        if chosen is None and waits:
+            chosen = min(waits, key=lambda w: self._end(w[1]))[1]
+        for x in (*waits, *large):
+            if x[1] != chosen:
+                heapq.heappush(self.ready, x)
         return chosen
 
     def _end(self, at: int) -> tuple[float, int]:
@@ -332,24 +332,24 @@ class _Run:
         if bisect_right(heavy, self.plan.since[start]) > self.heavy:
             return False
         todo = [self.plan.nodes[at] for at in (*own, start) if not self.issued[at]]
-        need = self.memory.needs(*todo)
-        more = max(0, need - self.memory.gives(todo))
-        if not self._fits(start, need, more):
+        if not self._takes(todo, start):
             return False
         self._send()
-        if start > self.reached:
-            self.early.append((start, more))
         return True
 
-    def _fits(self, start: int, need: int, more: int) -> bool:
-        """Whether there is memory for a start before its turn: now, and in the program until then."""
+    def _takes(self, todo: list[Node], turn: int) -> bool:
+        """Whether there is memory for nodes before their turn, now and in the program until then; if so, note it."""
+        need = self.memory.needs(*todo)
         if self.memory.live + need > self.cap:
             return False
-        if start <= self.reached:
-            return True
-        self.early = [e for e in self.early if e[0] > self.reached]
-        held = more + sum(e[1] for e in self.early)
-        return self.live.most(self.reached, start) + held <= self.cap
+        more = need - self.memory.gives(todo)
+        if turn > self.reached and more > 0:
+            self.early = [e for e in self.early if e[0] > self.reached]
+            held = more + sum(e[1] for e in self.early)
+            if self.live.most(self.reached, turn) + held > self.cap:
+                return False
+            self.early.append((turn, more))
+        return True
 
     def _send(self) -> None:
         """Issue the next start, and what it needs."""
