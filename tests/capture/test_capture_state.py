@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 import copy
 from dataclasses import dataclass
@@ -260,6 +260,28 @@ def test_tensors_that_are_put_in_attributes_dicts_and_lists() -> None:
     same(case)
 
 
+def test_modes_that_the_step_sets() -> None:
+    def case(wrap: Any) -> Any:
+        model = nn.Sequential(linear(), nn.Dropout(0.5))
+        weight = model[0].weight
+
+        def step(x: Any) -> Any:
+            model.eval()
+            loss = model(x).sum()
+            loss.backward()
+            weight.requires_grad_(False)
+            return loss
+
+        step, out = wrap(step), []
+        for _ in range(5):
+            model.train()
+            weight.requires_grad_(True)
+            out += [whole(step(noise())), model[1].training, weight.requires_grad]
+        return out, weights(model)
+
+    same(case)
+
+
 def into(body: Any) -> Case:
     def case(wrap: Any) -> None:
         step = wrap(body)
@@ -323,6 +345,7 @@ def test_what_a_run_would_not_do_again_is_refused() -> None:
     refused(lambda wrap: into(Counter())(wrap), r"changes Counter\.n, a Python number")
     refused(into(lambda x: Out(x * 2)), "returns an object with tensors in it")
     refused(into(lambda x: x * random.random()), "Python's random")
+    refused(into(lambda x: (x * i for i in range(2))), "returns a generator")
     refused(into(seeded), "seeds a random generator")
     refused(into(lambda x: f"{x.sum().item():.3f}"), "asks for the value of a tensor")
     refused(into(lambda x: x.full_tensor().numpy()), "asks for the value of a tensor")
@@ -375,6 +398,38 @@ def test_names_that_come_to_mean_something_else() -> None:
                 table["w"] = table["w"] * 2
             if i == 8:
                 scale = settings["a"] = few[0] = 1.0
+            out.append(whole(step(noise())))
+        return out
+
+    same(case)
+
+
+def test_keys_elements_and_slots_that_come_and_change() -> None:
+    class Slots:
+        __slots__ = ("k", "model")
+
+    def case(wrap: Any) -> Any:
+        held, models, table, ring = Slots(), [linear(4)], {}, deque([rows(torch.ones(4, 4))], 2)
+        held.model, held.k = linear(4), 1.0
+
+        def step(x: Any) -> Any:
+            for m in models:
+                x = m(x)
+            x = held.model(x) * held.k + table.get("p", 0)
+            return x * sum(ring)
+
+        step, out = wrap(step), []
+        for i in range(9):
+            if i == 3:
+                table["p"] = rows(torch.ones(4, 4))
+            if i == 4:
+                table["p"] = rows(torch.ones(4, 4) * 2)
+            if i == 5:
+                models.append(linear(4))
+            if i == 6:
+                held.k, held.model = 2.0, linear(4)
+            if i > 6:
+                ring.append(rows(torch.ones(4, 4) * i))
             out.append(whole(step(noise())))
         return out
 

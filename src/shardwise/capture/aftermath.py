@@ -6,6 +6,7 @@ of the graph and is put there after each run; what cannot be repeated is refused
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 import random
 import sys
@@ -49,7 +50,7 @@ class Aftermath:
             self.taken.append((holder, key, was))
             if (id(holder), key) in known and (now is None or isinstance(now, Tensor)):
                 continue
-            there = not isinstance(holder, list) or was is not _NOTHING
+            there = not isinstance(holder, (list, deque)) or was is not _NOTHING
             if there and isinstance(now, Tensor) and is_fake(local_of(now)):
                 found[id(holder), key] = Cell(name, "state", holder, key)
                 continue
@@ -58,7 +59,7 @@ class Aftermath:
                     f"it leaves a tensor or a number of the step in {name}, which a later run would not do",
                     OUTSIDE,
                 )
-            if _number(was) and _number(now) and was != now:
+            if _number(was) and _number(now) and was != now and key != "training":
                 raise tape.refuse(
                     f"it changes {name}, a Python number, which a later run of the graph would not do",
                     ["count outside the step", OUTSIDE[1]],
@@ -105,7 +106,8 @@ class Aftermath:
                         if c.get(key, _NOTHING) is not x:
                             c[key] = x
                 elif len(c) != len(old) or any(x is not y for x, y in zip(c, old)):
-                    c[:] = old
+                    c.clear()
+                    c.extend(old)
 
 
 def _put(holder: Any, key: Any, x: Any) -> None:
@@ -115,6 +117,9 @@ def _put(holder: Any, key: Any, x: Any) -> None:
         holder.pop(key, None)
     elif isinstance(holder, list):
         del holder[key:]
+    elif isinstance(holder, deque):
+        while len(holder) > key:
+            holder.pop()
 
 
 def _number(x: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+import types
 from typing import Any
 
 import torch
@@ -142,6 +143,8 @@ def record(
     tape = Tape(_slots(cells, before, args, kwargs), current().rank)
     leaves, tree = tree_flatten((args, kwargs))
     aftermath, done = Aftermath(state), False
+    modes = state.modes()
+    modes_before = [c.read() for c in modes]
     data = [
         (local, local.detach()) for local in map(local_of, before) if isinstance(local, Tensor)
     ]
@@ -161,6 +164,9 @@ def record(
                 new = aftermath.places(tape, cells)
                 news = [(c, None) for c in new]
                 effects, more = _effects(tape, [*zip(cells, before), *news], shown)
+                effects.reset += [
+                    (c, c.read()) for c, x in zip(modes, modes_before) if c.read() is not x
+                ]
                 effects.of_arguments, grads = _gradients(tape, state, leaves)
                 done = True
         finally:
@@ -173,6 +179,9 @@ def record(
                 if c.read() is not x:
                     c.write(x)
             aftermath.restore(everything=not done)
+            for c, x in zip(modes, modes_before):
+                if not done and c.read() is not x:
+                    c.write(x)
     step = Step(
         nodes=tuple(tape.nodes),
         inputs=tuple(tape.inputs),
@@ -388,6 +397,8 @@ def _results(tape: Tape, result: Any) -> tuple[Results, list[Value]]:
         for r in (leaves[i] for i in places)
     ]
     chosen = set(places)
+    if any(isinstance(r, (types.GeneratorType, types.CoroutineType)) for r in leaves):
+        raise tape.refuse("it returns a generator, which runs after it", ["return a list"])
     if any(holds_fake(r) for i, r in enumerate(leaves) if i not in chosen):
         raise tape.refuse(
             "it returns an object with tensors in it, which a later run could not make",

@@ -7,6 +7,7 @@ that nothing is baked in, and put back after recording, which leaves fakes behin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 import functools
 import types
@@ -50,13 +51,13 @@ class Cell:
         holder = self.holder
         if isinstance(holder, dict):
             return holder.get(self.key)
-        if isinstance(holder, list):
+        if isinstance(holder, (list, deque)):
             return holder[self.key] if self.key < len(holder) else None
         return getattr(holder, self.key, None)
 
     def write(self, x: Any) -> None:
         """Put something there."""
-        if isinstance(self.holder, (dict, list)):
+        if isinstance(self.holder, (dict, list, deque)):
             self.holder[self.key] = x
         else:
             setattr(self.holder, self.key, x)
@@ -110,6 +111,7 @@ class State:
         self.generators: list[torch.Generator] = []
         self._attributes: list[tuple[Cell, Any]] = []
         self._codes: set[str] = set()
+        self._lengths: list[tuple[str, Any, int]] = []
         self._signature: tuple[Any, ...] | None = None
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id is used twice
@@ -125,6 +127,7 @@ class State:
         state.all_modules = list(inner.values())
         for m in state.all_modules:
             state._look_at_module(m)
+        state._lengths = [(name, c, len(c)) for name, c in state.containers]
         state.held += [(c, x) for c, x in state._attributes if c.key in state._codes]
         state.all_parameters = [p for _, p in state.parameters().values()]
         return state
@@ -157,7 +160,7 @@ class State:
             self.look(name, x.__func__, depth)
         elif isinstance(x, types.FunctionType):
             self._look_into(x, depth)
-        elif isinstance(x, (dict, list)):
+        elif isinstance(x, (dict, list, deque)):
             self.containers.append((name, x))
             self._items(name, x, depth)
         elif isinstance(x, (tuple, set, frozenset)):
@@ -165,6 +168,10 @@ class State:
         else:
             home, held = type(x).__module__, getattr(x, "__dict__", None)
             strange = home.split(".")[0] not in _QUIET
+            for key in _slots_of(type(x)) if strange else ():
+                if hasattr(x, key):
+                    cell = Cell(f"{name}.{key}", "state", x, key)
+                    self._place(cell, getattr(x, key), depth - 1, attribute=True)
             if strange:
                 self._call_of(type(x), depth)
             if isinstance(held, dict) and (strange or home.startswith(_OPEN)):
@@ -289,6 +296,15 @@ class State:
                 ]
         return out
 
+    def modes(self) -> list[Cell]:
+        """``training`` of modules and ``requires_grad`` of parameters: what a step sets is set after each run."""
+        found = [Cell("training", "mode", m.__dict__, "training") for m in self.all_modules]
+        return found + [
+            Cell("requires_grad", "mode", p, "requires_grad")
+            for p in self.all_parameters
+            if p.is_leaf
+        ]
+
     def numbers(self) -> list[TableCell]:
         """The optimizers' hyperparameters that are Python numbers."""
         return [
@@ -318,7 +334,14 @@ class State:
     def signature(self) -> tuple[Any, ...]:
         """What was found, as part of a key."""
         if self._signature is None:
-            self._signature = tuple([x if _plain(x) else id(x) for _, x in self.held])
+            found: list[Any] = [len(self.tensors)]
+            found += [(type(x), x) if _plain(x) else id(x) for _, x in self.held]
+            found += [
+                tuple([k for k in c if k in self._codes])
+                for _, c in self.containers
+                if isinstance(c, dict) and len(c) <= MANY
+            ]
+            self._signature = tuple(found)
         return self._signature
 
     def grads_there(self) -> tuple[Any, ...]:
@@ -338,6 +361,9 @@ class State:
             now = cell.read()
             if now is not x and not (_plain(x) and type(now) is type(x) and now == x):
                 return cell
+        for name, c, length in self._lengths:
+            if len(c) != length:
+                return Cell(name, "state", c, None)
         return None
 
 
@@ -375,6 +401,14 @@ def shown_cells(parameters: Iterable[Tensor]) -> Iterator[Cell]:
             leaf = leaf_of(p._local)
             if leaf is not None:
                 yield Cell("", "shown", leaf, "shown")
+
+
+def _slots_of(kind: type) -> list[str]:
+    found: list[str] = []
+    for k in kind.__mro__:
+        slots = k.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [s for s in found if s not in ("__dict__", "__weakref__")]
 
 
 def _plain(x: Any) -> bool:
@@ -421,7 +455,7 @@ def slot_of(cell: Cell) -> Slot:
             return Slot(cell.name, cell.role, lambda _: find()[key]._local, layout)
         return Slot(cell.name, cell.role, lambda _: find()[key], layout)
     holder, key = cell.holder, cell.key
-    if isinstance(holder, (dict, list)):
+    if isinstance(holder, (dict, list, deque)):
         if isinstance(x, DTensor):
             return Slot(cell.name, cell.role, lambda _: holder[key]._local, layout)
         return Slot(cell.name, cell.role, lambda _: holder[key], layout)
