@@ -456,6 +456,25 @@ def test_modules_and_parameters_that_are_replaced() -> None:
     same(case)
 
 
+def test_hooks_and_forwards_that_come_and_go() -> None:
+    def case(wrap: Any) -> Any:
+        model = linear()
+        step, out, handle = wrap(lambda x: model(x)), [], None
+        for i in range(8):
+            if i == 3:
+                model.forward = lambda x: x * 2
+            if i == 4:
+                del model.forward
+                handle = model.register_forward_hook(lambda m, args, y: y + 1)
+            if i == 6 and handle is not None:
+                handle.remove()
+                model.register_forward_hook(lambda m, args, y: y + 2)
+            out.append(whole(step(noise())))
+        return out
+
+    same(case)
+
+
 def test_gradients_outside_modules_and_between_calls() -> None:
     def case(wrap: Any) -> Any:
         loose = [

@@ -23,6 +23,7 @@ from shardwise.tensor.gradients import leaf_of
 
 _NUMBERS = (int, float, tuple, bool, str, type(None))
 _SETTINGS = ("p", "momentum", "eps")  # of torch's modules: what schedules change
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OWN = frozenset(nn.Module().__dict__)
 MANY = 1024  # a table of more is data
 FEW = 8  # numbers in a list of more are data
@@ -111,6 +112,7 @@ class State:
         self.generators: list[torch.Generator] = []
         self._attributes: list[tuple[Cell, Any]] = []
         self._codes: set[str] = set()
+        self._hooks: list[tuple[Any, tuple[Any, ...]]] = []
         self._lengths: list[tuple[str, Any, int]] = []
         self._signature: tuple[Any, ...] | None = None
         self._seen: set[int] = set()
@@ -236,6 +238,8 @@ class State:
             self.held.append((Cell(str(key), "module", m._modules, key), child))
         home = type(m).__module__.split(".")[0]
         table = m.__dict__
+        self.held.append((Cell("forward", "method", table, "forward"), table.get("forward")))
+        self._hooks += [(table[key], tuple(table[key])) for key in _HOOKS if key in table]
         if home in _QUIET:
             for key in _SETTINGS:
                 if key in table:
@@ -341,6 +345,7 @@ class State:
                 for _, c in self.containers
                 if isinstance(c, dict) and len(c) <= MANY
             ]
+            found += [keys for _, keys in self._hooks]
             self._signature = tuple(found)
         return self._signature
 
@@ -361,6 +366,9 @@ class State:
             now = cell.read()
             if now is not x and not (_plain(x) and type(now) is type(x) and now == x):
                 return cell
+        for hooks, keys in self._hooks:
+            if len(hooks) != len(keys) or (keys and tuple(hooks) != keys):
+                return Cell("hooks of a module", "hooks", hooks, None)
         for name, c, length in self._lengths:
             if len(c) != length:
                 return Cell(name, "state", c, None)
