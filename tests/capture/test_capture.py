@@ -26,6 +26,7 @@ from shardwise import (
     rng,
     simulate,
 )
+from shardwise.capture.check import order_of
 from shardwise.capture.report import explain, summary
 from shardwise.errors import CaptureError
 from shardwise.events import FallbackEvent, observe
@@ -606,3 +607,62 @@ def test_passes_that_would_send_in_another_order_on_one_rank_are_left_out_on_all
 
     for seen in two(run):
         assert any("another order" in e.why for e in seen)
+
+
+def test_order_is_agreed_on_where_a_rank_knows_less() -> None:
+    """The bias of a row-wise layer: its gradient needs nothing on the ranks that hold zeros of the pending sum."""
+
+    def run() -> tuple[str, int]:
+        mesh = on_mesh()
+        torch.manual_seed(0)
+        model = Blocks()
+        plan = {
+            f"blocks.{i}.{k}": style()
+            for i in range(3)
+            for k, style in ((1, parallel.ColwiseParallel), (3, parallel.RowwiseParallel))
+        }
+        parallel.parallelize_module(model, mesh, plan)
+
+        def forward(x: Any) -> Any:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        seen: list[Any] = []
+        step = capture(forward)
+        with observe(seen.append):
+            for _ in range(3):
+                step(torch.ones(4, 6))
+        assert not [e for e in seen if isinstance(e, FallbackEvent)]
+        assert step.last.log[-1][0] == "schedule"
+        return order_of(step.last.step), len(step.last.step.collectives())
+
+    (first, count), second = two(run)
+    assert (first, count) == second
+
+
+def test_one_rank_may_record_anew_for_a_batch_of_another_size() -> None:
+    def run() -> int:
+        mesh = on_mesh()
+        rank = mesh.get_coordinate()[0]
+        outs = []
+        for wrapped in (lambda f: f, capture):
+            torch.manual_seed(0)
+            model = parallel.data_parallel(Blocks(), mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(x: Any, model: Any = model, optimizer: Any = optimizer) -> Any:
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            step = wrapped(step)
+            torch.manual_seed(rank)
+            losses = [step(torch.randn(4 + (rank == 0 and i == 3), 6)) for i in range(6)]
+            outs.append([*losses, *(p.detach() for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+        return step.captures
+
+    assert two(run) == [2, 1]

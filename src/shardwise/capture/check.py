@@ -84,9 +84,21 @@ def alike(transport: Transport, ranks: Sequence[int], text: str) -> bool:
     return all(d == digest for d in everyone)
 
 
+Facts = list[tuple[int, int]]  # of each collective: see ``order.facts_of``
+
+
+def digest_of(lines: list[str]) -> str:
+    """What stands for a step that all ranks have written down alike."""
+    return blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
 def agree(
-    transport: Transport, ranks: Sequence[int], lines: list[str], error: str | None
-) -> None:
+    transport: Transport,
+    ranks: Sequence[int],
+    lines: list[str],
+    error: str | None,
+    facts: Facts | None = None,
+) -> Facts:
     """Compare what the ranks have written down; all raise, or none.
 
     Args:
@@ -94,26 +106,33 @@ def agree(
         ranks: Who takes part; this rank alone: nothing is compared.
         lines: This rank's lines.
         error: Why this rank could not record, or None.
+        facts: What this rank has found of its collectives.
+
+    Returns:
+        The largest of what the ranks have found, fact by fact.
 
     Raises:
         CaptureError: Some rank could not record, or recorded another step: the first difference is named.
     """
-    group = tuple(ranks)
+    group, facts = tuple(ranks), facts or []
     if len(group) < 2 or transport.rank not in group:
-        return
-    digest = blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+        return facts
+    digest = digest_of(lines)
     with record_with(None):
-        everyone = transport.all_gather_object((digest, error), group, tag="capture")
-        failed = [(r, e) for r, (_, e) in zip(group, everyone) if e is not None]
+        everyone = transport.all_gather_object((digest, error, facts), group, tag="capture")
+        failed = [(r, e) for r, (_, e, _) in zip(group, everyone) if e is not None]
         if failed:
             if error is not None:
-                return  # it raises its own
+                return facts  # it raises its own
             rank, text = failed[0]
             raise CaptureError(f"rank {rank} could not capture the step: {text}")
-        if all(d == digest for d, _ in everyone):
-            return
+        if all(d == digest for d, _, _ in everyone):
+            return [
+                (max(s for s, _ in each), max(h for _, h in each))
+                for each in zip(*(f for _, _, f in everyone), strict=True)
+            ]
         texts = transport.all_gather_object(lines, group, tag="capture")
-    other = next(i for i, (d, _) in enumerate(everyone) if d != everyone[0][0])
+    other = next(i for i, (d, _, _) in enumerate(everyone) if d != everyone[0][0])
     first, second = texts[0], texts[other]
     at = next(
         (i for i, (a, b) in enumerate(zip(first, second)) if a != b),

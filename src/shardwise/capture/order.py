@@ -11,9 +11,14 @@ Random draws write the root ``RNG``, what the world sees writes ``OUTSIDE``: so 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from shardwise.capture.ir import Node, Step, Value, describe, flatten
+
+# What arrives is more than what was sent, and is held.
+HELD = ("all_gather", "broadcast", "all_to_all")
 
 
 def dependencies(nodes: Sequence[Node]) -> list[list[int]]:
@@ -73,6 +78,66 @@ def readiness(nodes: Sequence[Node], is_heavy: Callable[[Node], bool]) -> list[i
         when = at if is_heavy(nodes[at]) else -1
         out.append(max([when, *[out[p] for p in before]]))
     return out
+
+
+def places_of_starts(
+    nodes: Sequence[Node],
+    before: Sequence[Sequence[int]],
+    is_heavy: Callable[[Node], bool],
+    ahead: int = 1,
+) -> dict[int, int]:
+    """For each start from which place of the program on it may go out; -1: from the beginning.
+
+    That is the last matrix product that what it sends is made of. What arrives from a gather is held, so a gather goes
+    out once the one that is ``ahead`` of it is waited for; 0: where it is in the program.
+    """
+    ready: list[int] = []
+    since: dict[int, int] = {}
+    waits = {n.args[0]: at for at, n in enumerate(nodes) if n.kind == "wait"}
+    held: dict[tuple[int, ...], list[int]] = {}  # by group: where gathers are waited for
+    for at, n in enumerate(nodes):
+        when = max([ready[p] for p in before[at]], default=-1)
+        if n.kind == "start":
+            if n.info["kind"] in HELD:
+                earlier = held.setdefault(n.info["ranks"], [])
+                if ahead < 1:
+                    when = at
+                elif len(earlier) >= ahead:
+                    when = max(when, min(at, earlier[-ahead]))
+                earlier.append(waits.get(n.outs[0], at))
+            since[at] = when
+        elif is_heavy(n):
+            when = at
+        ready.append(when)
+    return since
+
+
+def facts_of(step: Step, is_heavy: Callable[[Node], bool]) -> list[tuple[int, int]]:
+    """For each collective of a recorded step when it may go out, and whether a matrix product comes before it.
+
+    The first is a number of starts and waits of the program. The collectives are in the order of their starts.
+    A rank may know less than the others: where its piece is empty, or holds the zeros of a sum that another
+    rank keeps, nothing comes before what it sends. So ranks take the largest of what all of them find (`settle`).
+    """
+    nodes = list(flatten(step.nodes))
+    since = places_of_starts(nodes, dependencies(nodes), is_heavy)
+    events = [at for at, n in enumerate(nodes) if n.kind in ("start", "wait")]
+    return [(bisect_right(events, when), int(when >= 0)) for when in since.values()]
+
+
+def settle(step: Step, facts: Sequence[tuple[int, int]]) -> None:
+    """Note what the ranks have agreed on at the collectives of a recorded step; passes go by it."""
+    for n, (since, heavy) in zip(step.collectives(), facts, strict=True):
+        n.info["since"], n.info["heavy"] = since, heavy
+
+
+def together(starts: Sequence[Node]) -> dict[str, Any]:
+    """What is known of a collective that stands for several: which it carries, and when it may go out."""
+    known: dict[str, Any] = {"carries": tuple(i for s in starts for i in s.info["carries"])}
+    for name in ("since", "heavy"):
+        if all(name in s.info for s in starts):
+            known[name] = max(s.info[name] for s in starts)
+    return known
 
 
 def violations(step: Step, reordered: Step) -> list[str]:

@@ -16,9 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.capture.check import agree, alike, group_of, lines_of, order_of, ranks_of
+from shardwise.capture.check import (
+    agree,
+    alike,
+    digest_of,
+    group_of,
+    lines_of,
+    order_of,
+    ranks_of,
+)
+from shardwise.capture.cost import is_heavy
 from shardwise.capture.inductor import compiled
 from shardwise.capture.ir import Step
+from shardwise.capture.order import facts_of, settle
 from shardwise.capture.passes import DEFAULT, Pass
 from shardwise.capture.record import LIFTED_NUMBERS, NewStateError, Recording, record
 from shardwise.capture.run import executor
@@ -184,17 +194,47 @@ class Captured:
             own.eager += 1
             return None
         except Exception as error:
-            agree(transport, ranks, [], f"{type(error).__name__}: {error}")
+            if not own.agreed:  # later this rank may be the only one that records
+                agree(transport, ranks, [], f"{type(error).__name__}: {error}")
             raise
-        ranks = ranks or group_of(recording.step)
-        agree(transport, ranks, lines_of(recording.step), None)
-        found = CapturedStep(recording, self.passes, self.compiler, state, memory)
-        if not alike(transport, ranks, order_of(found.step)):
-            # Passes go by what a rank has recorded, which may differ where pieces are empty. As recorded all agree.
-            emit(FallbackEvent(f"capture of {self.__name__}", _DISAGREE, user_site()))
-            found = CapturedStep(recording, (), self.compiler, state, memory)
+        found = self._ready(own, recording, state, memory, ranks or group_of(recording.step))
         own.captures += 1
         own.steps[key] = found
+        return found
+
+    def _ready(
+        self, own: _OfRank, recording: Recording, state: State, memory: Any, ranks: Any
+    ) -> CapturedStep:
+        """The recorded step with its passes done, in an order of collectives that all ranks have.
+
+        What ranks have agreed on before they need not again: so one alone may record anew, because of a plain
+        batch of another size.
+        """
+        transport, lines = current(), lines_of(recording.step)
+        digest = digest_of(lines)
+        known = own.agreed.get(digest)
+        if known is None:
+            facts = agree(transport, ranks, lines, None, facts_of(recording.step, is_heavy))
+        else:
+            facts = known[0]
+        settle(recording.step, facts)
+        found = CapturedStep(recording, self.passes, self.compiler, state, memory)
+        order = order_of(found.step)
+        if known is None:
+            same = alike(transport, ranks, order)
+            known = own.agreed[digest] = facts, order if same else None
+            if not same:
+                emit(FallbackEvent(f"capture of {self.__name__}", _DISAGREE, user_site()))
+        if known[1] is None:  # as recorded all agree
+            return CapturedStep(recording, (), self.compiler, state, memory)
+        if order != known[1]:
+            raise CaptureError(
+                f"{self.__name__}: this rank would send in another order than the ranks have agreed on.",
+                tries=[
+                    "give all ranks batches of one shape",
+                    "capture(..., passes=[simplify])",
+                ],
+            )
         return found
 
     def _record(self, own: _OfRank, state: State, args: Any, kwargs: Any) -> Recording:
@@ -247,6 +287,8 @@ class _OfRank:
         lifted: Hyperparameters that are inputs: those that were seen to change, too.
         may_lift: Whether more may become inputs.
         moved: The place that was last seen to hold something else.
+        agreed: Steps that the ranks have agreed on, by digest: the facts of the collectives, and their order (None:
+            as recorded).
     """
 
     def __init__(self) -> None:
@@ -255,6 +297,7 @@ class _OfRank:
         self.states: dict[Any, State] = {}
         self.lifted, self.may_lift = LIFTED_NUMBERS, True
         self.moved = ""
+        self.agreed: dict[str, tuple[Any, str | None]] = {}
         self._numbers: dict[str, Any] = {}
 
     def vary(self, state: State) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwise.capture.cost import Network, is_heavy, network
 from shardwise.capture.ir import Node, Step, Value, substitute
-from shardwise.capture.order import readiness
+from shardwise.capture.order import readiness, together
 from shardwise.route.cost import Profile
 
 CAP_BYTES = 25 * 2**20  # where nothing is known of the network
@@ -137,7 +137,8 @@ def _reductions(step: Step, kind: str) -> list[list[Node]]:
                     done.append(open_runs.pop(k))
         start = single(n, kind)
         if start is not None:
-            key = (*_key(start), since < 0)
+            late = start.info.get("heavy", since >= 0)  # what the ranks have agreed on
+            key = (*_key(start), bool(late))
             open_runs.setdefault(key, _Late()).add(n, member=True)
     return [run.members for run in (*done, *open_runs.values())]
 
@@ -263,7 +264,7 @@ def _one_message(
         n.site = part[0].site
         if n.kind == "start":
             n.info["members"] = len(part)
-            n.info["carries"] = tuple(i for s in starts for i in s.info["carries"])
+            n.info.update(together(starts))
     before = [b for p in packs for b in p]
     bound = {n.outs[0]: out for n, out in zip(part, outs)}
     return [*before, *nodes], bound, index

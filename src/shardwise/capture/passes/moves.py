@@ -14,6 +14,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from shardwise.capture.ir import Node, Step, Value, users
+from shardwise.capture.order import together
 from shardwise.comm.execute import mover
 
 
@@ -133,16 +134,12 @@ def _direct(facts: _Facts, before: int, at: int, index: int) -> tuple[Node | Non
     if node is None or not _alike(node.outs[0], end):
         return None, index
     node.site = step.nodes[at].site
-    carries = tuple(
-        i
-        for n in (step.nodes[before], step.nodes[at])
-        for b in n.body
-        if b.kind == "start"
-        for i in b.info["carries"]
-    )
+    starts = [
+        b for n in (step.nodes[before], step.nodes[at]) for b in n.body if b.kind == "start"
+    ]
     for b in node.body:
         if b.kind == "start":
-            b.info["carries"] = carries
+            b.info.update(together(starts))
     return node, index
 
 

@@ -7,10 +7,11 @@
    3  a cap on memory          where a choice would go over, program order
 ```
 
-Why ranks cannot disagree. The order of starts compares places in the program: of matrix products (which one a start
-needs last), and of waits and starts (a gather goes out while the module before it runs). All ranks have run the same
-program, so these places have the same order on all of them, whatever a rank does in between for the size of its
-pieces; times, bytes and the cap never enter. They decide only where the starts lie among a rank's own calls.
+Why ranks agree. The order of starts compares places in the program: of matrix products (which one a start needs
+last), and of waits and starts (a gather goes out while the module before it runs). A rank counts them in starts and
+waits, which all have alike; and as one whose piece is empty may need nothing where others need a product, all take
+the latest that any of them finds, exchanged when the step is captured (``capture/order.py``, ``facts_of``). Times, bytes
+and the cap never enter. They decide only where the starts lie among a rank's own calls.
 That cannot hang: a rank that waits for a collective waits for a peer that has not started it yet; that peer waits
 for one that is earlier in the common order, and so on, and for the earliest nobody waits.
 """
@@ -25,17 +26,12 @@ import heapq
 from shardwise.capture.cost import Device, durations, is_heavy, is_view
 from shardwise.capture.ir import Node, Step, flatten
 from shardwise.capture.memory import Memory
-from shardwise.capture.order import dependencies, followers
+from shardwise.capture.order import dependencies, followers, places_of_starts
 from shardwise.capture.timeline import Clock
 from shardwise.route.cost import Profile
 
 LOOK = 8  # so many nodes are looked at for one that there is memory for
 SLACK = 1.05  # of the unscheduled peak: the default cap
-_HELD = (
-    "all_gather",
-    "broadcast",
-    "all_to_all",
-)  # what arrives is more than what was sent, and is held
 
 
 def schedule(
@@ -152,32 +148,15 @@ class Plan:
         nodes = tuple(flatten(step.nodes))
         before = dependencies(nodes)
         heavy = [at for at, n in enumerate(nodes) if is_heavy(n)]
-        since = _since(nodes, before, ahead)
-        order = sorted(since, key=lambda at: (since[at], at))
+        since = places_of_starts(nodes, before, is_heavy, ahead)
+        agreed = ahead == 1 and all("since" in nodes[at].info for at in since)
+
+        def turn(at: int) -> tuple[int, int]:
+            info = nodes[at].info
+            return (info["since"], max(info["carries"])) if agreed else (since[at], at)
+
+        order = sorted(since, key=turn)
         return cls(nodes, before, followers(before), heavy, order, since)
-
-
-def _since(nodes: Sequence[Node], before: list[list[int]], ahead: int) -> dict[int, int]:
-    """For each start from which place of the program on it may go out."""
-    ready: list[int] = []
-    since: dict[int, int] = {}
-    waits = {n.args[0]: at for at, n in enumerate(nodes) if n.kind == "wait"}
-    held: dict[tuple[int, ...], list[int]] = {}  # by group: where gathers are waited for
-    for at, n in enumerate(nodes):
-        when = max([ready[p] for p in before[at]], default=-1)
-        if n.kind == "start":
-            if n.info["kind"] in _HELD:
-                earlier = held.setdefault(n.info["ranks"], [])
-                if ahead < 1:
-                    when = at
-                elif len(earlier) >= ahead:
-                    when = max(when, min(at, earlier[-ahead]))
-                earlier.append(waits.get(n.outs[0], at))
-            since[at] = when
-        elif is_heavy(n):
-            when = at
-        ready.append(when)
-    return since
 
 
 class _Run:
