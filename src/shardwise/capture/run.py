@@ -1,6 +1,6 @@
 """The executor: a step as one Python function, without per-op overhead.
 
-Overloads are bound without their Python layer, every value is a local variable and dies at its last use. It runs
+Calls are bound to what parses arguments fastest (``binding.py``), every value is a local variable and dies at its last use. It runs
 below autograd (nothing is recorded, no view is tracked); written inputs get a new version at the end, so that a
 graph which has saved one of them notices.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.capture.binding import binding
 from shardwise.capture.ir import Node, Step, Value, flatten
-from shardwise.compat import below_autograd, direct_op
+from shardwise.compat import below_autograd
 
 _OPERATORS = {"+", "-", "*", "/", "**", "%"}
 
@@ -66,7 +67,7 @@ class _Writer:
         elif n.kind == "wait":
             call = f"{self.text(n.args[0])}.wait()"
         else:
-            target = direct_op(n.target) if n.kind == "call" else n.target
+            target = binding(n) if n.kind == "call" else n.target
             parts = [self.text(a) for a in n.args]
             parts += [f"{k}={self.text(a)}" for k, a in n.kwargs.items()]
             call = f"{self.constant(target)}({', '.join(parts)})"
