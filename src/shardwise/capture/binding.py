@@ -77,7 +77,9 @@ def _is_same(call: Callable[..., Any], n: Node) -> bool:
         for v in values_in((n.args, n.kwargs))
     }
     args, kwargs = substitute(n.args, fakes), substitute(n.kwargs, fakes)
-    mode = next((f.fake_mode for f in fakes.values() if isinstance(f, Tensor)), None)
+    mode: Any = next(
+        (getattr(f, "fake_mode", None) for f in fakes.values() if isinstance(f, Tensor)), None
+    )
     if mode is None:
         return False
     seen = _Seen(mode)
