@@ -844,17 +844,19 @@ def test_an_exit_on_one_rank_ends_all(kind):
         simulate(program, 2)
 
 
-def test_the_import_is_quick_and_quiet():
+def test_the_import_is_quick_and_quiet(tmp_path):
+    """With bytecode that is there already, as for whoever imports it a second time."""
     script = (
         "import time; a = time.process_time(); import torch; b = time.process_time(); import shardwise, sys; "
         "print((time.process_time() - b) / (b - a)); assert 'torch._dynamo' not in sys.modules"
     )
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env |= {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     shares = []
-    while len(shares) < 3 and min(shares, default=1.0) >= 0.35:  # torch takes about a second
+    while len(shares) < 4 and min(shares[1:], default=1.0) >= 0.27:  # the first one compiles
         command = [sys.executable, "-W", "error", "-c", script]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert not done.stderr
         shares.append(float(done.stdout))
-    assert min(shares) < 0.35, "of the time that torch takes"
+    assert min(shares[1:]) < 0.27, "of the time that torch takes"

@@ -18,10 +18,8 @@ import itertools
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
-from shardwise.capture.ir import Node, Step, Value, flatten, substitute
-from shardwise.capture.report import sent_bytes
+from shardwise.capture.ir import Node, Step, Value, flatten, sent_bytes, substitute
 from shardwise.comm.execute import profile_of
 from shardwise.layout.mesh import Mesh
 from shardwise.route.cost import Profile, default_profile
@@ -72,6 +70,8 @@ def is_view(n: Node) -> bool:
 
 @functools.cache
 def _counter(packet: Any) -> Any:
+    from torch.utils.flop_counter import flop_registry  # noqa: PLC0415  half of torch's compiler comes with it
+
     like = _LIKE.get(getattr(packet, "__name__", ""), packet)
     return flop_registry.get(like)
 

@@ -10,15 +10,18 @@ Rounding differs from eager mode (fused kernels, in-place updates out of order):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from shardwise.capture.ir import RNG, Node, Step, Value, flatten, values_in
 from shardwise.capture.run import executor
 from shardwise.compat import compile_flat
 from shardwise.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torch import fx
 
 _ATEN = torch.ops.aten
 LEAST = 4  # calls: a smaller part costs more to enter than it saves
@@ -137,6 +140,8 @@ class _Compiled:
 
 def _graph(part: list[Node], takes: list[Value], gives: list[Value]) -> fx.GraphModule:
     """The part as a graph of calls on tensors."""
+    from torch import fx  # noqa: PLC0415  what nobody compiles need not be imported
+
     graph = fx.Graph()
     known: dict[Value, Any] = {v: graph.placeholder(f"v{v.index}") for v in takes}
 
@@ -265,7 +270,7 @@ def _one(graph: fx.Graph, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _times(graph: fx.Graph, x: Any, factor: Any) -> Any:
-    if isinstance(factor, fx.Node):
+    if not isinstance(factor, (int, float, Tensor)):
         return graph.call_function(_ATEN.mul.Tensor, (x, factor))
     return (
         x

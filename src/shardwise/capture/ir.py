@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.events import received_bytes
+
 RNG = -1  # the root of the random generators: draws keep their order
 OUTSIDE = -2  # the root of what a node does to the world that no tensor shows
 
@@ -304,3 +306,15 @@ def users(nodes: Sequence[Node]) -> dict[Value, list[int]]:
         for v in dict.fromkeys(n.inputs):
             found.setdefault(v, []).append(at)
     return found
+
+
+def sent_bytes(start: Node) -> int:
+    """Bytes that this rank receives in a collective: what the log will count."""
+    info = start.info
+    value = start.args[0]
+    if info["kind"] == "all_to_all":
+        here = info["out_splits"][info["ranks"].index(info["transport"].rank)]
+        return (sum(info["out_splits"]) - here) * value.fake.element_size()
+    if info["kind"] == "broadcast" and info["src"] == info["transport"].rank:
+        return 0
+    return received_bytes(info["kind"], value.nbytes, len(info["ranks"]))

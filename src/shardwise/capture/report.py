@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from shardwise.capture.ir import Node, Step
-from shardwise.events import received_bytes
-
-
-def sent_bytes(start: Node) -> int:
-    """Bytes that this rank receives in a collective: what the log will count."""
-    info = start.info
-    value = start.args[0]
-    if info["kind"] == "all_to_all":
-        here = info["out_splits"][info["ranks"].index(info["transport"].rank)]
-        return (sum(info["out_splits"]) - here) * value.fake.element_size()
-    if info["kind"] == "broadcast" and info["src"] == info["transport"].rank:
-        return 0
-    return received_bytes(info["kind"], value.nbytes, len(info["ranks"]))
+from shardwise.capture.ir import Step, sent_bytes
+from shardwise.capture.timeline import timeline
 
 
 def summary(step: Step) -> dict[str, Any]:
@@ -36,7 +24,9 @@ def summary(step: Step) -> dict[str, Any]:
 
 
 def explain(captured: Any) -> str:
-    """What a captured function's last step does: each pass with what it changed, then every collective.
+    """What a captured function's last step does: each pass with what it changed, overlap and memory, every collective.
+
+    Times and memory are estimates: `shardwise.capture.timeline` simulates the step with what is known of the mesh.
 
     Args:
         captured: What `capture` returned, after its second call; or one of its steps.
@@ -54,7 +44,13 @@ def explain(captured: Any) -> str:
     for name, facts in rows:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(facts["collectives"].items()))
         cells.append((name, str(facts["nodes"]), kinds or "none", str(facts["bytes"])))
-    lines = _table(cells)
+    lines = [*_table(cells), ""]
+    cells = [("estimated", "total us", "compute", "collectives", "exposed", "peak bytes")]
+    for name, step in (("as recorded", one.recording.step), ("after passes", one.step)):
+        t = timeline(step)
+        times = (t.total_us, t.compute_us, t.communication_us, t.exposed_us, t.peak_bytes)
+        cells.append((name, *(f"{x:.0f}" for x in times)))
+    lines += _table(cells)
     starts = one.step.collectives()
     if starts:
         cells = [("collective", "over", "bytes received", "carries", "at")]
