@@ -45,12 +45,14 @@ def explain(captured: Any) -> str:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(facts["collectives"].items()))
         cells.append((name, str(facts["nodes"]), kinds or "none", str(facts["bytes"])))
     lines = [*_table(cells), ""]
-    cells = [("estimated", "total us", "compute", "collectives", "exposed", "peak bytes")]
+    estimates: list[tuple[str, ...]] = [
+        ("estimated", "total us", "compute", "collectives", "exposed", "peak bytes")
+    ]
     for name, step in (("as recorded", one.recording.step), ("after passes", one.step)):
         t = timeline(step)
         times = (t.total_us, t.compute_us, t.communication_us, t.exposed_us, t.peak_bytes)
-        cells.append((name, *(f"{x:.0f}" for x in times)))
-    lines += _table(cells)
+        estimates.append((name, *(f"{x:.0f}" for x in times)))
+    lines += _table(estimates)
     starts = one.step.collectives()
     if starts:
         cells = [("collective", "over", "bytes received", "carries", "at")]
