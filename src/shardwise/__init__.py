@@ -11,7 +11,7 @@ from shardwise.capture.step import capture
 from shardwise.comm.meshes import init_device_mesh
 from shardwise.events import CommLog
 from shardwise.layout.mesh import Mesh as DeviceMesh
-from shardwise.layout.placement import Partial, Replicate, Shard
+from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.program.modes import strict
 from shardwise.random import manual_seed, rng
 from shardwise.route.cost import Profile, minimize
@@ -41,6 +41,7 @@ __all__ = [
     "DTensor",
     "DeviceMesh",
     "Partial",
+    "Placement",
     "Profile",
     "Replicate",
     "Shard",

@@ -20,7 +20,8 @@ FLOORS = (
     ("tensor",),
     ("parallel", "checkpoint", "capture", "auto", "interop", "simulate", "testing"),
     ("debug", "cli"),
-    ("__init__", "__main__"),
+    # The front door, and doors under the names of torch's modules.
+    ("__init__", "__main__", "device_mesh", "experimental", "placement_types"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.comm.profile import profile
 from shardwise.comm.transport import current
@@ -22,6 +23,10 @@ class _Runtime:
 
     def group(self, ranks: tuple[int, ...]) -> Any:
         return current().group(ranks)
+
+    def ranks_of(self, group: Any) -> tuple[int, ...]:
+        known = getattr(group, "ranks", None)  # of virtual ranks
+        return tuple(dist.get_process_group_ranks(group) if known is None else known)
 
     def tensor(self, values: Sequence[int], shape: tuple[int, ...]) -> Any:
         return torch.tensor(values, dtype=torch.int64, device="cpu").reshape(shape)

@@ -28,6 +28,10 @@ class MeshRuntime(Protocol):
         """The communication group over ``ranks``."""
         ...
 
+    def ranks_of(self, group: Any) -> tuple[int, ...]:
+        """Global ranks of a communication group, in its own order."""
+        ...
+
     def tensor(self, values: Sequence[int], shape: tuple[int, ...]) -> Any:
         """An integer tensor (so that this floor needs no torch)."""
         ...
@@ -114,6 +118,52 @@ class Mesh:
         self._index = {rank: i for i, rank in enumerate(ranks)}
         self._group_cache = {}
         return cls._interned.setdefault(key, self)
+
+    @classmethod
+    def from_group(
+        cls,
+        group: Any,
+        device_type: str,
+        mesh: Any = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        **_ignored: Any,  # torch's choices of backends
+    ) -> Mesh:
+        """The mesh over the ranks of groups that exist. The groups themselves are not used: a mesh has its own.
+
+        Args:
+            group: One group, or a list with the caller's group along each axis.
+            device_type: ``"cpu"``, ``"cuda"``, ...
+            mesh: The ranks, as for the constructor; needed for several groups, checked against them.
+            mesh_dim_names: One name per axis; optional.
+
+        Raises:
+            MeshError: Several groups without ``mesh``, or ranks that are not those of the groups.
+        """
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
+        if mesh is None and len(groups) != 1:
+            raise MeshError(
+                f"{len(groups)} groups do not tell a mesh.",
+                tries=["mesh=the ranks, as nested lists"],
+            )
+        held = [_runtime().ranks_of(g) for g in groups]
+        made = cls(
+            device_type, list(held[0]) if mesh is None else mesh, mesh_dim_names=mesh_dim_names
+        )
+        if len(groups) not in (1, made.ndim):
+            raise MeshError(f"{len(groups)} groups for the {made.ndim} axes of {made}.")
+        coord = made.coordinate_of(made.get_rank())
+        want = [made.ranks]
+        if len(groups) > 1:
+            want = (
+                []
+                if coord is None
+                else [made.group_ranks((a,), coord) for a in range(made.ndim)]
+            )
+        for ranks, own in zip(held, want):
+            if sorted(ranks) != sorted(own):
+                raise MeshError(f"the group of ranks {ranks} is not one of {made}.")
+        return made
 
     # -- shape -------------------------------------------------------------------------------
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import LayoutError
+from shardwise.layout.boxes import chunk
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -83,6 +84,17 @@ class Shard(Placement):
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this shards (the given dim of) the tensor."""
         return dim is None or dim == self.dim
+
+    @staticmethod
+    def local_shard_size_and_offset(
+        curr_local_size: int, num_chunks: int, rank: int
+    ) -> tuple[int, int]:
+        """Size and start of the piece of coordinate ``rank`` of a dim cut in ``num_chunks``; torch's helper.
+
+        An empty piece starts at the end of the dim.
+        """
+        start, size = chunk(curr_local_size, num_chunks, rank)
+        return size, start
 
     def __repr__(self) -> str:
         """As one would write it."""
