@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from shardwise import Partial, Replicate, Shard
@@ -69,6 +70,17 @@ def test_the_size_is_that_of_each_call() -> None:
             assert torch.equal((x > edge).nonzero().full_tensor(), (edge < X).nonzero())
 
     simulate(on_rank, 4)
+
+
+def test_a_negative_count_raises_on_all_ranks() -> None:
+    def fn() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4), mesh, [S(0)])
+        n = distribute_tensor(torch.tensor([1, 2, 1, -1]), mesh, [S(0)])
+        with pytest.raises(RuntimeError, match="can not be negative"):
+            x.repeat_interleave(n)
+
+    simulate(fn, 2)
 
 
 def test_repeated() -> None:

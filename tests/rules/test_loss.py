@@ -395,3 +395,28 @@ def test_what_moves() -> None:
                 )
                 == 0
             )
+
+
+@pytest.mark.parametrize("cut", [(S(0), R), (S(0), S(1)), (S(1), S(0)), (S(0), S(0))], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        F.nll_loss,
+        partial(F.cross_entropy, label_smoothing=0.1),
+        partial(F.cross_entropy, weight=torch.ones(8, dtype=f64)),
+        lambda x, t: F.cross_entropy(x.bfloat16(), t),
+    ],
+)
+def test_a_wrong_target_of_one_rank_raises_on_all(loss: Any, cut: Any) -> None:
+    def fn() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.ones(6, 8, dtype=f64), mesh, cut)
+        rows = [p if p == S(0) else R for p in cut]
+        target = distribute_tensor(torch.tensor([0, 1, 2, 3, -100, 8]), mesh, rows)
+        with pytest.raises(IndexError, match="Target 8 is out of bounds"):
+            loss(x, target)
+        good = distribute_tensor(torch.tensor([0, 1, 2, 3, -100, 7]), mesh, rows)
+        assert loss(x, good).full_tensor().isfinite()  # and the ranks are where they were
+
+    simulate(fn, 4)

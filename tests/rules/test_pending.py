@@ -220,6 +220,32 @@ def test_a_power_that_may_be_infinite_is_no_factor():
     assert check(torch.ldexp, [x, power], (2,), combo, grad=False) is None
 
 
+INF = float("inf")
+FACTORS = {
+    "times inf": lambda x: x * INF,
+    "-inf times": lambda x: -INF * x,
+    "over 0": lambda x: x / 0,
+    "over -0.0": lambda x: x / -0.0,
+    "other=": lambda x: torch.mul(x, other=INF),
+    "in place": lambda x: x.clone().mul_(INF),
+    "in place over 0": lambda x: x.clone().div_(0.0),
+    "complex": lambda x: x * complex(INF, 0),
+    "too large for the dtype": lambda x: x.float() * 1e39,
+    "too small for the dtype": lambda x: x.float() / 1e-46,
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_addends_of_unlike_signs_times_infinity_are_not_nan(name):
+    assert not sweep(FACTORS[name], X, meshes=[(2,), (2, 2)], grad=False)
+
+
+def test_a_sum_times_a_finite_number_moves_nothing():
+    for f in (lambda x: x * 2.5, lambda x: x / 3, lambda x: 0 * x, lambda x: x / INF):
+        assert bytes_moved(f, [X], (2,), ((Partial(),),)) == 0
+    assert not sweep(lambda x: x * INF * 0 + 2 * x, X, meshes=[(2,)])
+
+
 def test_a_choice_leaves_out_what_is_not_finite():
     x = torch.tensor([torch.nan, 1.0, -torch.inf, 2.0], dtype=torch.float64)
     m = torch.tensor([False, True, False, True])

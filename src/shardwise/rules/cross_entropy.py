@@ -17,7 +17,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from shardwise.compat import direct_op
-from shardwise.recording import at_each_run
+from shardwise.recording import at_each_run, recorder
 from shardwise.rules.loss import HALVES, bind, divided, parameter_names, reduction_of
 from shardwise.rules.notation import Arg, Labels, LocalProgram, Rule, numbered
 from shardwise.rules.registry import functions, rule
@@ -100,8 +100,31 @@ def _usual(
     """The mean over rows of (rows, classes), rows cut: the kernel's own count, one number exchanged."""
     if "c" in ctx.axes:
         return other(ctx, x, target, *args, **kwargs)
-    loss, count = _nll_and_count(x.log_softmax(1), target, None, 2, ignore)
-    return loss.div_(ctx.group("n").total(count))
+    group, wrong = ctx.group("n"), None
+    try:
+        loss, count = _nll_and_count(x.log_softmax(1), target, None, 2, ignore)
+    except IndexError as error:
+        loss, count, wrong = x.sum(), x.new_full((), math.nan), error
+    total = group.total(count)
+    _raise_together(group, total, wrong)
+    return loss.div_(total)
+
+
+_BAD = -(2**40)  # no count of targets, nor what many ranks' counts and a few of these add up to
+
+
+def _raise_together(group: Any, total: Tensor, wrong: IndexError | None) -> None:
+    """Raise on all ranks if a rank has a target that is no class.
+
+    It has put NaN, or a negative number, into the count or the weight that goes round anyway.
+
+    Raises:
+        IndexError: Of the first rank that has one; torch's words.
+    """
+    if total.device.type == "cpu" and recorder() is None and not bool(total >= 0):
+        mine = str(wrong or "")
+        for text in filter(None, [mine] if group.size == 1 else group.objects(mine)):
+            raise IndexError(text)
 
 
 class _Loss:
@@ -138,7 +161,10 @@ class _Loss:
             whole = self._whole(target, weight, smoothing)
             if self.how != "mean":
                 return whole(x, self.how)
-            return divided(lambda how: whole(x, how), self.total(ctx, target, weight), x.dtype)
+            total = self.total(ctx, target, weight)
+            return divided(lambda how: whole(x, how), total, x.dtype)
+        # First what a mean divides by: where a target is wrong, all ranks raise there.
+        total: Any = self.total(ctx, target, weight) if self.how == "mean" else None
         dtype = x.dtype
         if dtype in HALVES:
             x = x.float()
@@ -148,7 +174,7 @@ class _Loss:
             return rows.to(dtype)
         if self.how == "sum":
             return rows.sum().to(dtype)
-        return (rows.sum() / self.total(ctx, target, weight)).to(dtype)
+        return (rows.sum() / total).to(dtype)
 
     def _whole(
         self, target: Tensor, weight: Tensor | None, smoothing: float
@@ -183,7 +209,16 @@ class _Loss:
             return math.prod(self.shape) // max(self.shape[self.dim], 1)
         with torch.no_grad():
             rows = ctx.group(*(f for f in ctx.axes if f != "c" or weight is not None))
-            return rows.sum(self.counted(ctx, target, weight))
+            count, wrong = self.counted(ctx, target, weight), None
+            try:
+                if recorder() is None:
+                    _check_targets(target, self.ignore, self.shape[self.dim])
+            except IndexError as error:
+                wrong = error
+                count = torch.full_like(count, _BAD if weight is None else math.nan)
+            total = rows.sum(count)
+            _raise_together(rows, total, wrong)
+            return total
 
     def counted(self, ctx: Any, target: Tensor, weight: Tensor | None) -> Tensor:
         """The same for the rows, and with weights the classes, that are here."""

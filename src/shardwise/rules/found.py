@@ -199,6 +199,10 @@ def repeated_each(x: Arg, repeats: Arg, dim: Any, output_size: Any) -> Rule | No
     def local(ctx: Any, x: Tensor, repeats: Tensor, *_: Any, **__: Any) -> Tensor:
         group, layout = ctx.group(f"d{at}"), ctx.ins[0].layout
         repeats = repeats.expand(rows)
+        if (
+            rows and int(repeats.min()) < 0
+        ):  # every rank has all counts: all raise, before anything is sent
+            raise RuntimeError("repeats can not be negative")
         counts, mine = [], repeats
         for r in group.ranks:
             offsets, sizes = layout.box(ctx.mesh.coordinate_of(r))

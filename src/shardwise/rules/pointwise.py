@@ -6,9 +6,11 @@ A pending sum passes through what is linear: one factor of a product, both sides
 from __future__ import annotations
 
 from dataclasses import replace
+import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.rules.notation import Arg, Rule, aligned, numbered
 from shardwise.rules.registry import SPACES, lookup, rule
@@ -126,7 +128,7 @@ def pointwise_product(a: Any, b: Any = None, *args: Any, **kwargs: Any) -> Rule:
     """A product or quotient: linear in one factor; a quotient only in the dividend."""
     operands = tensor_operands(a, b, args, kwargs)
     linear = tuple(frozenset([x]) for x in operands)
-    return elementwise(operands, linear)
+    return _by_number(elementwise(operands, linear), operands, torch.mul)
 
 
 def pointwise_quotient(
@@ -135,7 +137,37 @@ def pointwise_quotient(
     """A quotient: linear in the dividend, unless it is rounded."""
     operands = tensor_operands(a, b, args, kwargs)
     linear = (frozenset([a]),) if isinstance(a, Arg) and rounding_mode is None else ()
-    return elementwise(operands, linear)
+    made = elementwise(operands, linear)
+    return _by_number(made, operands, torch.div) if linear else made
+
+
+def _by_number(made: Rule, operands: list[Arg], op: Any) -> Rule:
+    """The rule of a pending sum times, or over, a Python number: it looks at the number at each run."""
+    if len(operands) != 1 or "sum" not in operands[0].layout.partial:
+        return made
+    return replace(made, local=functools.partial(_multiple, op), always_local=True)
+
+
+def _multiple(op: Any, ctx: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The multiple of each addend; where that could be inf - inf, of the sum, which then is the first rank's addend."""
+    if not isinstance(x, Tensor):  # number * x
+        x, args = args[0], (x, *args[1:])
+    number = next(n for n in (*args, *kwargs.values()) if n is not None)
+    if not _infinite(number, x.dtype, op is torch.div):
+        return ctx.func(x, *args, **kwargs)
+    pending = tuple(a for a, how in enumerate(ctx.ins[0].layout.partial) if how == "sum")
+    group = ctx.group_over(pending)
+    out = group.keep(op(group.sum(x), number))
+    return x.copy_(out) if ctx.func.__name__.endswith("_") else out
+
+
+def _infinite(number: Any, dtype: torch.dtype, divides: bool) -> bool:
+    """Whether a factor, in the precision that it is applied in, may be infinite."""
+    if not isinstance(number, (int, float, complex)):  # one that a captured step is given later
+        return False
+    double = dtype in (torch.float64, torch.complex128)
+    limits = torch.finfo(torch.float64 if double else torch.float32)
+    return abs(number) < limits.tiny if divides else abs(number) > limits.max
 
 
 def two_results(*args: Any, **kwargs: Any) -> Rule:
