@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 
 from shardwise.checkpoint.convert import convert, verify
-from shardwise.checkpoint.loading import open_checkpoint
+from shardwise.checkpoint.opening import open_checkpoint
 from shardwise.checkpoint.records import Index, TensorEntry
 from shardwise.errors import ShardError
 

@@ -4,6 +4,7 @@ import io
 import itertools
 import math
 from pathlib import Path
+import shutil
 import tempfile
 
 from hypothesis import given, strategies as st
@@ -20,9 +21,10 @@ from shardwise import (
     distribute_tensor,
     simulate,
 )
-from shardwise.checkpoint import archive
+from shardwise.checkpoint import archive, loading, reading
 from shardwise.checkpoint.storage import ReadEvent
 from shardwise.comm.transport import current
+from shardwise.errors import CheckpointError
 from shardwise.events import CommLog, observe
 from shardwise.layout.layout import Layout
 from shardwise.program.spec import spec_of
@@ -76,16 +78,17 @@ def cases(draw):
     return out
 
 
-@given(cases(), st.integers(0, 99))
-def test_save_under_one_layout_and_load_under_another(pair, seed):
+@given(cases(), st.integers(0, 99), st.sampled_from([1, 1 << 18]))
+def test_save_under_one_layout_and_load_under_another(pair, seed, least_part):
     src, dst = pair
     full = bits(src.shape, src.dtype, seed)
     if (
         src.is_partial or dst.is_partial
     ):  # adding zeros keeps all but negative zeros and NaNs' bits
         full = torch.arange(full.numel()).reshape(full.shape).to(full.dtype) + 1
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         target = Path(folder, "c")
+        patch.setattr(reading, "_LEAST_PART", least_part)
 
         def write(rank):
             checkpoint.save({"a": {"x": cut(full, src, rank)}}, target)
@@ -131,8 +134,17 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def apart(monkeypatch):
+    """Each virtual rank counts as one on a machine of its own."""
+    monkeypatch.setattr(loading, "machine", lambda: f"host{current().rank}")
+
+
+@pytest.mark.parametrize("where", ["one machine", "a machine each"])
 @pytest.mark.parametrize("place", list(PLACES))
-def test_each_stored_byte_is_requested_once(saved, place):
+def test_each_stored_byte_is_requested_once(saved, place, where, request):
+    if where == "a machine each":
+        request.getfixturevalue("apart")
     shape, placements = PLACES[place]
     size = math.prod(shape)
     events = []
@@ -149,7 +161,11 @@ def test_each_stored_byte_is_requested_once(saved, place):
 
     with observe(lambda e: events.append(e) if isinstance(e, ReadEvent) else None):
         simulate(read, size)
-    taken = sorted((e.file, e.offset, e.offset + e.bytes) for e in events)
+    taken = sorted(
+        (e.file, e.offset + i * e.every, e.offset + i * e.every + e.bytes // e.stretches)
+        for e in events
+        for i in range(e.stretches)
+    )
     for (f1, _, end), (f2, start, _) in itertools.pairwise(taken):
         assert f1 != f2 or end <= start, "no byte twice"
     elements = [e for e in events if e.what == "elements"]
@@ -159,7 +175,7 @@ def test_each_stored_byte_is_requested_once(saved, place):
 
 
 @pytest.mark.parametrize("place", ["columns", "replicas", "grid", "pair"])
-def test_the_rounds_are_smaller_than_the_largest_shard(saved, place):
+def test_the_rounds_are_smaller_than_the_largest_shard(saved, place, apart):
     """Two rounds are under way at most, each with what is sent and what has come."""
     shape, placements = PLACES[place]
 
@@ -173,6 +189,50 @@ def test_the_rounds_are_smaller_than_the_largest_shard(saved, place):
     for shard, received in simulate(read, math.prod(shape)):
         assert len(received) > 1
         assert 4 * max(received) <= shard
+
+
+@pytest.mark.parametrize("place", ["columns", "grid", "pair"])
+def test_on_one_machine_each_rank_reads_what_it_needs(saved, place):
+    """What crosses is the sums of blocks that several ranks have read together."""
+    shape, placements = PLACES[place]
+
+    def read(rank):
+        mesh = shardwise.init_device_mesh("cpu", shape)
+        x = shardwise.zeros(3072, 2048, device_mesh=mesh, placements=placements)
+        with CommLog() as log:
+            checkpoint.load({"x": x}, saved, keys=["x"])
+        return x.to_local().nbytes, sum(e.bytes for e in log.events if e.kind == "all_to_all")
+
+    for shard, received in simulate(read, math.prod(shape)):
+        assert received <= shard / 60
+
+
+def test_damage_in_a_block_that_ranks_read_together(saved, tmp_path):
+    """Every byte counts, whichever rank reads it; nothing changes, and all ranks are told."""
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    name = "__1_0.distcp"
+    good = (folder / name).read_bytes()
+
+    def read(rank):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x = shardwise.zeros(3072, 2048, device_mesh=mesh, placements=[Shard(1)])
+        with pytest.raises(CheckpointError) as told:
+            checkpoint.load({"x": x}, folder, keys="x")
+        assert not x.to_local().any()
+        return str(told.value)
+
+    for at in (2**20, 2**20 + 4096, 5 * 2**20 + 3):
+        bad = bytearray(good)
+        bad[at] ^= 4
+        (folder / name).write_bytes(bad)
+        for text in simulate(read, 2):
+            assert name in text
+            assert "x: damaged at byte" in text
+    (folder / name).write_bytes(good[: 5 * 2**20])
+    for text in simulate(read, 2):
+        assert f"{name} is truncated" in text
+        assert "damaged" not in text
 
 
 def test_the_same_layout_needs_no_exchange_of_elements(saved):

@@ -15,7 +15,8 @@ Importing this room also plugs ``DTensor`` into ``torch.distributed.checkpoint``
 """
 
 from shardwise.checkpoint.export import save_safetensors
-from shardwise.checkpoint.loading import LoadReport, Mismatch, load
+from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.matching import LoadReport, Mismatch
 import shardwise.checkpoint.protocol  # noqa: F401  DTensor learns torch's protocol
 from shardwise.checkpoint.rng import RNG
 from shardwise.checkpoint.saving import Saving, async_save, save

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.exchange import Transfer
 from shardwise.checkpoint.export import write_files
-from shardwise.checkpoint.loading import block_values, open_checkpoint, opened
+from shardwise.checkpoint.opening import open_checkpoint, opened
+from shardwise.checkpoint.reading import block_values
 from shardwise.checkpoint.records import Block, Index, ObjectEntry, TensorEntry, blocks_of
 from shardwise.checkpoint.safetensors import NAMES
 from shardwise.checkpoint.saving import save

@@ -28,7 +28,7 @@ _ONCE = 1 << 30  # what one write call is asked to take
 
 @dataclass(frozen=True, slots=True)
 class ReadEvent:
-    """A stretch of a file was requested.
+    """A stretch of a file was requested, or several of one length at equal distances.
 
     Attributes:
         file: Its path.
@@ -36,6 +36,8 @@ class ReadEvent:
         bytes: Number of bytes.
         rank: The rank that asked.
         what: "metadata", "container", "elements" or "object".
+        stretches: Number of equal stretches that the bytes lie in.
+        every: Bytes from the beginning of one stretch to that of the next.
     """
 
     file: str
@@ -43,6 +45,8 @@ class ReadEvent:
     bytes: int
     rank: int
     what: str
+    stretches: int = 1
+    every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,31 @@ class Reader:
         if observers():
             emit(ReadEvent(str(self.folder / file), offset, length, self.rank, what))
         return self.again(file, offset, length)
+
+    def request_stretches(
+        self, file: str, block: tuple[int, int], what: str, count: int, begin: int, end: int
+    ) -> Tensor:
+        """A block, of which only bytes ``begin`` to ``end`` of each of ``count`` equal stretches are asked for.
+
+        Args:
+            file: The file.
+            block: Offset and length of the block.
+            what: See `ReadEvent`.
+            count: Number of stretches.
+            begin: First byte of the part in each stretch.
+            end: The byte after it.
+
+        Returns:
+            The whole block, mapped: what nobody touches is not read.
+
+        Raises:
+            CheckpointError: The file is missing, unreadable or too short.
+        """
+        if observers():
+            at, every = block[0] + begin, block[1] // count
+            size = count * (end - begin)
+            emit(ReadEvent(str(self.folder / file), at, size, self.rank, what, count, every))
+        return self.again(file, *block)
 
     def again(self, file: str, offset: int, length: int) -> Tensor:
         """What was requested before."""
@@ -185,6 +214,18 @@ def attempt(action: Callable[[], Any], what: str) -> tuple[Any, str]:
         return None, f"{what}: {type(error).__name__}: {error}"
 
 
+def agreed(action: Callable[[], Any], what: str) -> Any:
+    """The result of what all ranks work out from the same: it fails on all of them or on none.
+
+    Raises:
+        CheckpointError: Whatever went wrong.
+    """
+    result, error = attempt(action, what)
+    if error:
+        raise CheckpointError(error)
+    return result
+
+
 __all__ = [
     "METADATA",
     "SIDECAR",
@@ -192,6 +233,7 @@ __all__ = [
     "ReadEvent",
     "Reader",
     "Writer",
+    "agreed",
     "attempt",
     "phase",
     "remove_folder",

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 import math
+from pathlib import Path
+import platform
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from shardwise.checkpoint.records import Block
 from shardwise.comm.transport import Transport
 from shardwise.compat import storage_id
 from shardwise.errors import CheckpointError
-from shardwise.layout.boxes import Box
+from shardwise.layout.boxes import Box, overlap
 from shardwise.layout.layout import Layout
 from shardwise.tensor.dtensor import DTensor
 
@@ -201,28 +203,31 @@ def ties(world: list[list[Slot]]) -> dict[str, str]:
 def owners(blocks: list[Block], wanted: Mapping[str, Spread], size: int) -> list[int]:
     """For each block the rank that reads it: one that needs most of it, and has least to read so far."""
     load = [0] * size
-    out = []
-    for block in blocks:
-        need: dict[int, int] = {}
-        for box, ranks in wanted[block.key].boxes.items():
-            shared = _volume(block.box, box)
-            for rank in ranks if shared else ():
-                need[rank] = need.get(rank, 0) + shared
-        most = max(need.values())
-        reader = min((r for r, n in need.items() if n == most), key=lambda r: (load[r], r))
-        load[reader] += block.nbytes
-        out.append(reader)
-    return out
+    return [
+        owner(block.nbytes, shared(block.box, wanted[block.key].boxes), load)
+        for block in blocks
+    ]
 
 
-def _volume(a: Box, b: Box) -> int:
-    total = 1
-    for start_a, n_a, start_b, n_b in zip(*a, *b):
-        n = min(start_a + n_a, start_b + n_b) - max(start_a, start_b)
-        if n <= 0:
-            return 0
-        total *= n
-    return total
+def shared(box: Box, boxes: Mapping[Box, list[int]]) -> list[tuple[Box, list[int]]]:
+    """What a box has in common with each of others, and the ranks of those."""
+    return [
+        (both, ranks)
+        for other, ranks in boxes.items()
+        if (both := overlap(box, other)) is not None
+    ]
+
+
+def owner(nbytes: int, needs: list[tuple[Box, list[int]]], load: list[int]) -> int:
+    """The rank that needs most and has least to read so far; its load grows by ``nbytes``."""
+    need: dict[int, int] = {}
+    for box, ranks in needs:
+        for rank in ranks:
+            need[rank] = need.get(rank, 0) + math.prod(box[1])
+    most = max(need.values())
+    reader = min((r for r, n in need.items() if n == most), key=lambda r: (load[r], r))
+    load[reader] += nbytes
+    return reader
 
 
 def largest_piece(world: list[list[Slot]], wanted: Mapping[str, Spread]) -> int:
@@ -234,6 +239,14 @@ def largest_piece(world: list[list[Slot]], wanted: Mapping[str, Spread]) -> int:
             for rank in ranks:
                 largest[rank] = max(largest[rank], nbytes)
     return min((n for n in largest if n), default=0)
+
+
+def machine() -> str:
+    """What tells this machine from all others: its processes share the pages of a file."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 def wire_device(transport: Transport) -> torch.device:
