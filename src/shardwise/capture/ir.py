@@ -142,12 +142,14 @@ class Slot:
         role: ``"argument"``, ``"state"``, ``"grad"``, ``"number"`` or ``"closed-over"``.
         get: Reads it.
         layout: The layout of a DTensor's local, for the text; else None.
+        cell: The place in the state that it reads, if it is one.
     """
 
     name: str
     role: str
     get: Callable[[Any], Any]
     layout: Any = None
+    cell: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,8 @@ class State:
         held: Where what is no tensor was found, and what was there: an object, or a number that the code names.
         containers: Lists, dicts and tables of attributes that were looked into, with names.
         generators: Random generators.
+        hooks: Tables of hooks, and the keys in them.
+        lengths: Containers, with names, and how much is in them.
     """
 
     def __init__(self) -> None:
@@ -112,8 +114,8 @@ class State:
         self.generators: list[torch.Generator] = []
         self._attributes: list[tuple[Cell, Any]] = []
         self._codes: set[str] = set()
-        self._hooks: list[tuple[Any, tuple[Any, ...]]] = []
-        self._lengths: list[tuple[str, Any, int]] = []
+        self.hooks: list[tuple[Any, tuple[Any, ...]]] = []
+        self.lengths: list[tuple[str, Any, int]] = []
         self._signature: tuple[Any, ...] | None = None
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id is used twice
@@ -129,7 +131,7 @@ class State:
         state.all_modules = list(inner.values())
         for m in state.all_modules:
             state._look_at_module(m)
-        state._lengths = [(name, c, len(c)) for name, c in state.containers]
+        state.lengths = [(name, c, len(c)) for name, c in state.containers]
         state.held += [(c, x) for c, x in state._attributes if c.key in state._codes]
         state.all_parameters = [p for _, p in state.parameters().values()]
         return state
@@ -239,7 +241,7 @@ class State:
         home = type(m).__module__.split(".")[0]
         table = m.__dict__
         self.held.append((Cell("forward", "method", table, "forward"), table.get("forward")))
-        self._hooks += [(table[key], tuple(table[key])) for key in _HOOKS if key in table]
+        self.hooks += [(table[key], tuple(table[key])) for key in _HOOKS if key in table]
         if home in _QUIET:
             for key in _SETTINGS:
                 if key in table:
@@ -345,7 +347,7 @@ class State:
                 for _, c in self.containers
                 if isinstance(c, dict) and len(c) <= MANY
             ]
-            found += [keys for _, keys in self._hooks]
+            found += [keys for _, keys in self.hooks]
             self._signature = tuple(found)
         return self._signature
 
@@ -366,10 +368,10 @@ class State:
             now = cell.read()
             if now is not x and not (_plain(x) and type(now) is type(x) and now == x):
                 return cell
-        for hooks, keys in self._hooks:
+        for hooks, keys in self.hooks:
             if len(hooks) != len(keys) or (keys and tuple(hooks) != keys):
                 return Cell("hooks of a module", "hooks", hooks, None)
-        for name, c, length in self._lengths:
+        for name, c, length in self.lengths:
             if len(c) != length:
                 return Cell(name, "state", c, None)
         return None
@@ -460,11 +462,11 @@ def slot_of(cell: Cell) -> Slot:
     if isinstance(cell, TableCell):
         find, key = cell.find, cell.key
         if isinstance(x, DTensor):
-            return Slot(cell.name, cell.role, lambda _: find()[key]._local, layout)
-        return Slot(cell.name, cell.role, lambda _: find()[key], layout)
+            return Slot(cell.name, cell.role, lambda _: find()[key]._local, layout, cell)
+        return Slot(cell.name, cell.role, lambda _: find()[key], layout, cell)
     holder, key = cell.holder, cell.key
     if isinstance(holder, (dict, list, deque)):
         if isinstance(x, DTensor):
-            return Slot(cell.name, cell.role, lambda _: holder[key]._local, layout)
-        return Slot(cell.name, cell.role, lambda _: holder[key], layout)
-    return Slot(cell.name, cell.role, lambda _: local_of(getattr(holder, key)), layout)
+            return Slot(cell.name, cell.role, lambda _: holder[key]._local, layout, cell)
+        return Slot(cell.name, cell.role, lambda _: holder[key], layout, cell)
+    return Slot(cell.name, cell.role, lambda _: local_of(getattr(holder, key)), layout, cell)

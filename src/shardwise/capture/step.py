@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 import types
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardwise.capture.ir import Step
 from shardwise.capture.order import facts_of, settle
 from shardwise.capture.passes import DEFAULT, Pass
 from shardwise.capture.record import LIFTED_NUMBERS, NewStateError, Recording, record
+from shardwise.capture.replay import MISS, replayer
 from shardwise.capture.run import executor
 from shardwise.capture.state import State, liftable, local_of
 from shardwise.comm.transport import current
@@ -44,6 +45,7 @@ from shardwise.route.cost import objective
 from shardwise.tensor.dtensor import DTensor
 
 MAX_CAPTURES = 16
+MAX_READY = 4  # steps that are tried at once
 _DISAGREE = "the passes would send in another order on some rank; the step runs as recorded"
 
 
@@ -132,6 +134,10 @@ class Captured:
         own.calls += 1
         if own.calls == 1:
             return self.fn(*args, **kwargs)
+        for _, replay in own.ready:
+            result = replay(args, kwargs)
+            if result is not MISS:
+                return result
         leaves, tree = tree_flatten((args, kwargs))
         where = tuple([id(x) for x in leaves if _is_object(x)])
         state = own.states.get(where)
@@ -151,6 +157,7 @@ class Captured:
             found = self._capture(own, key, args, kwargs, where, memory)
             if found is None:
                 return self.fn(*args, **kwargs)
+        own.watch(found, state, args, kwargs, memory)
         return found(leaves)
 
     def _own(self) -> _OfRank:
@@ -289,6 +296,7 @@ class _OfRank:
         moved: The place that was last seen to hold something else.
         agreed: Steps that the ranks have agreed on, by digest: the facts of the collectives, and their order (None:
             as recorded).
+        ready: Steps that can be run at once, newest first, with what does it (``replay.py``).
     """
 
     def __init__(self) -> None:
@@ -298,6 +306,7 @@ class _OfRank:
         self.lifted, self.may_lift = LIFTED_NUMBERS, True
         self.moved = ""
         self.agreed: dict[str, tuple[Any, str | None]] = {}
+        self.ready: list[tuple[CapturedStep, Callable[..., Any]]] = []
         self._numbers: dict[str, Any] = {}
 
     def vary(self, state: State) -> bool:
@@ -313,7 +322,25 @@ class _OfRank:
             return False
         self.lifted = self.lifted | changed
         self.steps.clear()  # they took these for constants
+        self.ready.clear()
         return True
+
+    def watch(
+        self, step: CapturedStep, state: State, args: Any, kwargs: Any, memory: Any
+    ) -> None:
+        """Make a quick way for calls like this one, which has gone the careful way; seldom, if that does not help."""
+        step.missed += 1
+        if step.missed < step.patience:
+            return
+        step.missed, step.patience = 0, 2 * step.patience
+        known = shared(memory)
+
+        def same_memory(leaves: Sequence[Any]) -> bool:
+            return step.in_place(now := _memory(leaves)) and shared(now) == known
+
+        made = replayer(step, state, self.lifted, args, kwargs, _modes, same_memory)
+        others = [r for r in self.ready if r[0] is not step]
+        self.ready = others if made is None else [(step, made), *others][:MAX_READY]
 
 
 class CapturedStep:
@@ -323,6 +350,9 @@ class CapturedStep:
         recording: As recorded.
         log: For each pass its name and the step after it.
         step: After all passes.
+        execute: Runs it on its inputs.
+        missed: Calls that went the careful way since the last quick one was made.
+        patience: How many of these before another is made.
     """
 
     def __init__(
@@ -341,7 +371,8 @@ class CapturedStep:
             step = p(step)
             self.log.append((_name_of(p), step))
         self.step = step
-        self._run = compiled(step) if compiler == "inductor" else executor(step)
+        self.missed, self.patience = 0, 1
+        self.execute = compiled(step) if compiler == "inductor" else executor(step)
         self._getters = [slot.get for _, slot in step.inputs]
         self._cells = [c for c, _ in recording.read]
         self._known = [x for _, x in recording.read]
@@ -352,9 +383,15 @@ class CapturedStep:
 
     def fits(self, memory: Sequence[Any] = ()) -> bool:
         """Whether the places that it reads still hold what they held, or the like; ``memory`` is the arguments'."""
+        return (
+            self.fits_at(range(len(self._cells))) and self.in_place(memory) and self.guarded()
+        )
+
+    def fits_at(self, places: Iterable[int]) -> bool:
+        """Whether some of the places still hold what they held, or the like."""
         known, kinds, replaced = self._known, self._kinds, False
-        for i, cell in enumerate(self._cells):
-            now = cell.read()
+        for i in places:
+            now = self._cells[i].read()
             if now is not known[i]:
                 if not _alike(now, known[i]) or _kind(now) != kinds[i]:
                     return False
@@ -363,8 +400,14 @@ class CapturedStep:
                 return False
         if replaced:
             self._roots = self._of_state()
-        if [self._roots.get(m[0]) for m in memory] != self._aliases:
-            return False
+        return True
+
+    def in_place(self, memory: Sequence[Any]) -> bool:
+        """Whether the arguments' memory is that of the same places as ever, or of none."""
+        return [self._roots.get(m[0]) for m in memory] == self._aliases
+
+    def guarded(self) -> bool:
+        """Whether hyperparameters compare with constants as they did."""
         guards = self.recording.guards
         return all(
             bool(compare(slot.get(None), x)) is is_so for slot, compare, x, is_so in guards
@@ -380,7 +423,7 @@ class CapturedStep:
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Run on the leaves of other arguments of the same kind."""
-        outs = self._run([get(leaves) for get in self._getters])
+        outs = self.execute([get(leaves) for get in self._getters])
         self.recording.effects.apply(outs[self._results :], leaves)
         return self.recording.results.rebuild(outs)
 
@@ -394,7 +437,7 @@ def _is_object(x: Any) -> bool:
     return not (x is None or isinstance(x, (Tensor, str, bytes, int, float)))
 
 
-def _memory(leaves: list[Any]) -> list[tuple[int, int]]:
+def _memory(leaves: Sequence[Any]) -> list[tuple[int, int]]:
     """Where the arguments' tensors lie: memory, and place in it."""
     found = []
     for x in leaves:
@@ -464,8 +507,8 @@ def _leaf_key(x: Any) -> Any:
     return type(x), x
 
 
-def _surroundings(state: State, lifted: Collection[str]) -> tuple[Any, ...]:
-    """What else decides what the step does."""
+def _modes() -> tuple[Any, ...]:
+    """What is set outside of what the function works on."""
     return (
         current(),
         torch.is_grad_enabled(),
@@ -475,6 +518,13 @@ def _surroundings(state: State, lifted: Collection[str]) -> tuple[Any, ...]:
         kernel_flags(),
         chosen_stream(),
         objective(),
+    )
+
+
+def _surroundings(state: State, lifted: Collection[str]) -> tuple[Any, ...]:
+    """What else decides what the step does; what is added here is added to ``replay.py``, too."""
+    return (
+        _modes(),
         state.signature(),
         tuple([m.training for m in state.all_modules]),
         state.fixed_numbers(lifted),
