@@ -102,6 +102,50 @@ def check_memory(rank):
     assert took <= 2 * whole.nbytes // 4
 
 
+def check_memory_elsewhere(rank):
+    """Under way, backward, on a slice, on another mesh, in a list."""
+    r, p, s = Replicate(), Partial(), Shard
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = torch.randint(-8, 8, (512, 256)).float()
+    dist.broadcast(whole, 0)
+    slab = whole.nbytes // 16
+    other = DeviceMesh("cpu", [3, 0, 1])
+    moves = [
+        (mesh, [s(0), s(1)], [s(1), r]),
+        (mesh, [p, s(0)], [r, s(1)]),
+        (mesh, [s(1), r], [p, s(1)]),
+        (mesh["b"], [s(0), s(1)], [r]),
+        (mesh["b"], [p, s(0)], [s(1)]),
+        (other, [s(1), s(0)], [s(0)]),
+        (other, [p, r], [p]),
+    ]
+    for (on, src, dst), async_op in itertools.product(moves, [False, True]):
+        x = lay_out(whole, mesh, src).requires_grad_()
+        options = {"max_extra_bytes": slab, "async_op": async_op}
+        y = x.redistribute(on, dst, **options)
+        larger = max(x._local.nbytes, y._local.nbytes)
+        with Peak(x._local) as peak:
+            y = x.redistribute(on, dst, **options)
+            y.to_local()
+        assert peak.most <= larger + slab, (src, dst, async_op, peak.most, larger, slab)
+        g = torch.ones_like(y._local)
+        with Peak(x._local, y._local, g) as peak:
+            torch.autograd.grad(y._local, x._local, g)
+        assert peak.most <= larger + slab, (src, dst, "backward", peak.most, larger, slab)
+    for on in (mesh, other):
+        pairs = [(src, dst) for m, src, dst in moves if m is on]
+        xs = [lay_out(whole[: 512 - 7 * i], mesh, src) for i, (src, _) in enumerate(pairs)]
+        xs += [lay_out(torch.ones(8), mesh, [r, r]) for _ in range(40)]
+        to = [dst for _, dst in pairs] + [[s(0), s(0)] if on is mesh else [s(0)]] * 40
+        ys = redistribute_many(xs, to, on, max_extra_bytes=slab)
+        results = sum(y._local.nbytes for y in ys)
+        shrinks = max(max(0, x._local.nbytes - y._local.nbytes) for x, y in zip(xs, ys))
+        del ys
+        with Peak(*(x._local for x in xs)) as peak:
+            redistribute_many(xs, to, on, max_extra_bytes=slab)
+        assert peak.most <= results + shrinks + slab, (on, peak.most, results, shrinks, slab)
+
+
 def check_meshes(rank):
     x, w = torch.randn(5, 3).double(), torch.randn(5, 3).double()
     dist.broadcast(x, 0)
@@ -133,6 +177,7 @@ def main(rank, port):
     check_pairs(rank)
     check_meshes(rank)
     check_memory(rank)
+    check_memory_elsewhere(rank)
     check_profile(rank)
     dist.barrier()
     dist.destroy_process_group()

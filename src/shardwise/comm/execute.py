@@ -17,13 +17,12 @@ from shardwise.comm.steps import Step, compile_move
 from shardwise.comm.transport import Transport
 from shardwise.compat import direct_apply
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.recording import recorder
 from shardwise.route.cost import Profile, objective
 from shardwise.route.exchange import Exchange
-from shardwise.route.moves import Move
+from shardwise.route.moves import Move, row_major
 from shardwise.route.search import route
 
 
@@ -58,7 +57,7 @@ class Mover:
         self._back: Mover | None = None
         self._leanest: Mover | None = None
         self.settles_extremum = any(op is not None and op != "sum" for op in src.partial)
-        src, dst, order = _row_major(src, dst)
+        src, dst, order = row_major(src, dst)
         self.moves = self._plan(src, dst)
         coord = src.mesh.coordinate_of(transport.rank)
         steps = [] if coord is None else [self._step(m, coord) for m in self.moves]
@@ -84,8 +83,12 @@ class Mover:
     def back(self) -> Mover:
         """The transpose: moves a gradient from the dual of ``dst`` to the dual of ``src``."""
         if self._back is None:
-            self._back = mover(self.dst.dual(), self.src.dual(), self.transport)
+            self._back = self.between(self.dst.dual(), self.src.dual())
         return self._back
+
+    def between(self, src: Layout, dst: Layout) -> Mover:
+        """A mover that keeps to what this one keeps to, between two other layouts on the same meshes."""
+        return mover(src, dst, self.transport)
 
     def now(self) -> Mover:
         """This mover, or the one of the same pair that minimizes what is asked for where this is called.
@@ -145,7 +148,7 @@ class Across(Mover):
                 raise LayoutError(
                     f"a pending {op} cannot be made on another mesh: {src} -> {dst}"
                 )
-        src, dst, order = _row_major(src, dst)
+        src, dst, order = row_major(src, dst)
         here = src.mesh.coordinate_of(transport.rank), dst.mesh.coordinate_of(transport.rank)
         self.steps: tuple[Step, ...] = ()
         if here == (None, None):
@@ -160,9 +163,9 @@ class Across(Mover):
         if home != there and here[1] is not None:
             steps.append(lambda x: x.to(there))
         made = [a for a, op in enumerate(dst.partial) if op is not None]
-        if here[1] is not None and any(here[1][a] for a in made):
-            op = next(op for op in dst.partial if op is not None)
-            steps.append(lambda x: neutral(x.shape, op, x))
+        op = next((op for op in dst.partial if op is not None), "sum")
+        if op != "sum" and here[1] is not None and any(here[1][a] for a in made):
+            steps.append(lambda x: neutral(x.shape, op, x))  # who gets nothing has zeros
         if order is not None and here[1] is not None:
             inverse = tuple(sorted(range(len(order)), key=order.__getitem__))
             steps.append(lambda x: x.permute(inverse))
@@ -201,6 +204,86 @@ def fresh(y: Tensor, x: Tensor) -> Tensor:
     if y.untyped_storage()._cdata == x.untyped_storage()._cdata:
         return y.clone()
     return y.data if y._is_view() else y  # a view of what only we hold: drop the relation
+
+
+class Dropped(Mover):
+    """A move on the whole mesh, for a rank that the slice it leads to leaves out: it ends with nothing.
+
+    Args:
+        how: The move on the whole mesh.
+    """
+
+    __slots__ = ("how",)
+
+    def __init__(self, how: Mover) -> None:
+        _stand_for(self, how)
+        self.how = how
+        self.steps = (*how.steps, lambda x: x.new_empty((0,) * x.ndim))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Move; differentiable."""
+        if self.settles_extremum and x.requires_grad and torch.is_grad_enabled():
+            return _dropped(self.how(x))  # pyright: ignore[reportReturnType]
+        return super().__call__(x)
+
+    def between(self, src: Layout, dst: Layout) -> Mover:
+        """The way back, of a gradient of nothing."""
+        return Regained(self.how.between(src, dst))
+
+    def now(self) -> Mover:
+        """There is one way."""
+        return self
+
+
+class Regained(Mover):
+    """The way back of a `Dropped`: zeros, which travel like what the others have.
+
+    Args:
+        how: The move on the whole mesh.
+    """
+
+    __slots__ = ("how",)
+
+    def __init__(self, how: Mover) -> None:
+        _stand_for(self, how)
+        self.how = how
+        coord = how.src.mesh.coordinate_of(how.transport.rank)
+        assert coord is not None, "only a rank of the mesh has something to drop"
+        shape = how.src.box(coord)[1]
+        self.steps = (
+            lambda g: torch.zeros(shape, dtype=g.dtype, device=g.device),
+            *how.steps,
+        )
+
+    def between(self, src: Layout, dst: Layout) -> Mover:
+        """The way there."""
+        return Dropped(self.how.between(src, dst))
+
+    def now(self) -> Mover:
+        """There is one way."""
+        return self
+
+
+def _stand_for(wrapper: Mover, how: Mover) -> None:
+    for name in ("src", "dst", "transport", "what", "moves", "settles_extremum"):
+        setattr(wrapper, name, getattr(how, name))
+    wrapper._back = wrapper._leanest = None
+
+
+class _Drop(torch.autograd.Function):
+    """Nothing is left of a tensor, but the edge in the graph."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.new_empty((0,) * x.ndim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].new_zeros(ctx.shape)
 
 
 class _Moved(torch.autograd.Function):
@@ -242,7 +325,9 @@ class _Extremum(torch.autograd.Function):
 def _settle_then_move(how: Mover, x: Tensor) -> Tensor:
     """Settle pending reductions that are no sums, differentiably, then take the rest of the way."""
     src, dst, transport = how.src, how.dst, how.transport
-    for op in {op for op in src.partial if op not in (None, "sum")}:
+    for op in dict.fromkeys(src.partial):  # in the same order on all ranks
+        if op in (None, "sum"):
+            continue
         if op not in ("max", "min"):
             raise UnsupportedError(
                 f"the gradient of a pending {op} is not defined here: reduce it under no_grad"
@@ -261,12 +346,12 @@ def _settle_then_move(how: Mover, x: Tensor) -> Tensor:
             continue
         x = _extremum(  # pyright: ignore[reportAssignmentType]
             x,
-            mover(src, settled, transport),
-            mover(_only(ones, src, op), _only(settled, src, op), transport),
-            mover(whole, grads, transport),
+            how.between(src, settled),
+            how.between(_only(ones, src, op), _only(settled, src, op)),
+            how.between(whole, grads),
         )
         src = settled
-    return mover(src, dst, transport)(x)
+    return how.between(src, dst)(x)
 
 
 def _only(layout: Layout, src: Layout, op: str) -> Layout:
@@ -276,21 +361,6 @@ def _only(layout: Layout, src: Layout, op: str) -> Layout:
     )
 
 
-def _row_major(src: Layout, dst: Layout) -> tuple[Layout, Layout, tuple[int, ...] | None]:
-    """The layouts with tensor dims in memory order, and that order (None if it is row-major already)."""
-    order = tuple(sorted(range(src.ndim), key=lambda d: (-src.stride[d], d)))
-    if order == tuple(range(src.ndim)) or 0 in src.stride or src.is_contiguous:
-        return src, dst, None
-    shape = tuple(src.shape[d] for d in order)
-
-    def permuted(layout: Layout) -> Layout:
-        dims = tuple(layout.dims[d] for d in order)
-        return Layout(
-            layout.mesh, dims, layout.partial, shape, contiguous_stride(shape), layout.dtype
-        )
-
-    return permuted(src), permuted(dst), order
-
-
 _moved = direct_apply(_Moved)
+_dropped = direct_apply(_Drop)
 _extremum = direct_apply(_Extremum)

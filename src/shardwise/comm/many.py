@@ -18,6 +18,7 @@ from shardwise.comm.one_shot import OneShot
 from shardwise.comm.steps import Collective, Step, Swap, begin
 from shardwise.comm.transport import Handle
 from shardwise.compat import direct_apply
+from shardwise.errors import CommError
 from shardwise.recording import recorder
 
 TOGETHER_BYTES = (
@@ -169,18 +170,26 @@ class _Many(torch.autograd.Function):
         return None, *move_many([m.back for m in ctx.how], grads)
 
 
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
 class Pending:
     """A move under way: the result is made when it is asked for.
 
     The first collective has been started; what follows it runs in ``wait``, in the order of use, which must be
     the same on all ranks (as that of any collectives).
+
+    Raises:
+        CommError: When it is waited for: the operand has been written to since.
     """
 
-    __slots__ = ("_finish", "_handle", "_how", "_recorded", "_rest", "_x")
+    __slots__ = ("_finish", "_handle", "_how", "_recorded", "_rest", "_version", "_x")
 
     def __init__(self, how: Mover, x: Tensor) -> None:
         how = how.now()
         self._how, self._x = how, x
+        self._version = _version(x)
         self._recorded = x.requires_grad and torch.is_grad_enabled()
         with torch.no_grad():
             y, at = x.detach(), 0
@@ -199,9 +208,24 @@ class Pending:
 
     def wait(self) -> Tensor:
         """The moved tensor, joined to the graph as it was when the move was started."""
-        assert self._finish is not None, "waited for once"
+        finish, handle = self._finish, self._handle
+        assert finish is not None, "waited for once"
+        self._finish = self._handle = None  # what they hold goes as soon as it has been used
         with torch.no_grad():
-            y = self._finish(self._x if self._handle is None else self._handle.wait())
+            got = self._x if handle is None else handle.wait()
+            del handle
+            if _version(self._x) != self._version:
+                raise CommError(
+                    f"a tensor was written to while its move {self._how.src} -> {self._how.dst} was under way.",
+                    tries=[
+                        "use the result first",
+                        "x.clone().redistribute(..., async_op=True)",
+                    ],
+                )
+            held = [got]
+            del got
+            y = finish(held.pop())
+            del finish
             for step in self._rest:
                 y = step(y)
             y = fresh(y, self._x)

@@ -242,6 +242,16 @@ class Swap:
         return exchange(self, x)
 
 
+class InRounds:
+    """A step of several collectives, one after the other."""
+
+    __slots__ = ()
+
+    def begin(self, x: Tensor) -> tuple[Handle | None, Step]:
+        """Start the first; what is returned takes what arrives, and goes through the others."""
+        raise NotImplementedError
+
+
 def begin(step: Step, x: Tensor) -> tuple[Handle | None, Step]:
     """Start a step: its handle (None: it is local, and done) and what makes the result of what arrives."""
     if isinstance(step, Collective):
@@ -252,5 +262,7 @@ def begin(step: Step, x: Tensor) -> tuple[Handle | None, Step]:
             flat, step.ranks, in_splits, out_splits, tag=step.tag
         )
         return handle, finish
+    if isinstance(step, InRounds):
+        return step.begin(x)
     y = step(x)
     return None, lambda _: y

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 import itertools
+import math
 
 from shardwise.layout.cut import Cut
 
@@ -175,6 +176,25 @@ def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     )
 
 
+def num_runs(sizes: Sequence[int], limit: int) -> int:
+    """How many boxes ``runs`` makes, by arithmetic."""
+    if 0 in sizes:
+        return 0
+    if not sizes:
+        return 1
+    dim, inner = _run_dim(sizes, limit)
+    return math.prod(sizes[:dim]) * -(-sizes[dim] // max(1, limit // inner))
+
+
+def _run_dim(sizes: Sequence[int], limit: int) -> tuple[int, int]:
+    """The outermost dim of which one index fits into a run, and the elements of that."""
+    dim, inner = 0, math.prod(sizes[1:])
+    while inner > limit and dim < len(sizes) - 1:
+        dim += 1
+        inner //= sizes[dim]
+    return dim, inner
+
+
 def runs(sizes: Sequence[int], limit: int) -> list[Box]:
     """Cut a row-major block into boxes that are contiguous in memory, of ``limit`` elements at most.
 
@@ -182,14 +202,9 @@ def runs(sizes: Sequence[int], limit: int) -> list[Box]:
     """
     if 0 in sizes:
         return []
-    dim, inner = 0, 1
-    for n in sizes[1:]:
-        inner *= n
-    while inner > limit and dim < len(sizes) - 1:
-        dim += 1
-        inner //= sizes[dim]
     if not sizes:
         return [((), ())]
+    dim, inner = _run_dim(sizes, limit)
     step = max(1, limit // inner)
     out: list[Box] = []
     for lead in itertools.product(*(range(n) for n in sizes[:dim])):

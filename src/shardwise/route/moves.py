@@ -31,6 +31,7 @@ from shardwise.layout.layout import Layout
 from shardwise.route.exchange import Exchange
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "slice", "pad", "keep", "one_shot")
+LOCAL = ("slice", "pad", "keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Move:
     @property
     def communicates(self) -> bool:
         """Whether anything is sent."""
-        return self.kind not in ("slice", "pad", "keep")
+        return self.kind not in LOCAL
 
     @property
     def exchange(self) -> Exchange:
@@ -191,8 +192,24 @@ def received_numel(move: Move, coords: Iterable[tuple[int, ...]] | None = None) 
     return sum(each) / max(1, len(each)) / getattr(move.src.dtype, "itemsize", 4)
 
 
+def row_major(src: Layout, dst: Layout) -> tuple[Layout, Layout, tuple[int, ...] | None]:
+    """The layouts with tensor dims in memory order, and that order (None if it is row-major already)."""
+    order = tuple(sorted(range(src.ndim), key=lambda d: (-src.stride[d], d)))
+    if order == tuple(range(src.ndim)) or 0 in src.stride or src.is_contiguous:
+        return src, dst, None
+    shape = tuple(src.shape[d] for d in order)
+
+    def permuted(layout: Layout) -> Layout:
+        dims = tuple(layout.dims[d] for d in order)
+        stride = boxes.contiguous_stride(shape)
+        return Layout(layout.mesh, dims, layout.partial, shape, stride, layout.dtype)
+
+    return permuted(src), permuted(dst), order
+
+
 __all__ = [
     "KINDS",
+    "LOCAL",
     "Move",
     "fold",
     "group_size",
@@ -200,4 +217,5 @@ __all__ = [
     "piece_numel",
     "received",
     "received_numel",
+    "row_major",
 ]

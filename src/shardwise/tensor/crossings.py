@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.execute import Mover, fresh, mover
+from shardwise.comm.execute import Dropped, Mover, fresh, mover
 from shardwise.comm.rounds import bounded
 from shardwise.comm.transport import Transport, current
 from shardwise.compat import direct_apply
-from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.errors import LayoutError, MeshError
 from shardwise.events import user_site
 from shardwise.layout import boxes
 from shardwise.layout.cut import Cut, renumbered
@@ -372,7 +372,7 @@ def planned(x: DTensor, device_mesh: Any, placements: Any) -> tuple[Tensor, Move
             local = onto(x, mesh)
         elif how == "slice":
             wider = mesh
-            mesh, dims, partial = _lifted(mesh, src.mesh, dims, partial)
+            mesh, dims, partial = lifted(mesh, src.mesh, dims, partial)
     dst = dense(src)
     dst = Layout(mesh, dims, _inside(partial), dst.shape, dst.stride, dst.dtype)
     move: Any = mover(src, dst, transport)
@@ -399,12 +399,7 @@ def redistribute(
         key = None
     own, move, out, plain = planned(x, device_mesh, placements)
     if max_extra_bytes is not None:
-        if async_op or out.layout.mesh is not move.dst.mesh:
-            raise UnsupportedError(
-                "rounds cannot be left under way, nor lead to a slice of the mesh.",
-                tries=["leave max_extra_bytes away", "leave async_op away"],
-            )
-        move = bounded(move.src, move.dst, move.transport, max_extra_bytes)
+        move = bounded(move, max_extra_bytes)
     if async_op:
         return start(move, own, out)
     if key is not None and plain and backward_dtype is None:
@@ -420,31 +415,6 @@ def redistribute(
     if local is x._local:
         local = alias(local)
     return wrap(local, out)
-
-
-class Dropped(Mover):
-    """A move on the whole mesh, for a rank that the slice it leads to leaves out: it ends with nothing."""
-
-    __slots__ = ()
-
-    def __init__(self, how: Mover) -> None:
-        super().__init__(how.src, how.dst, how.transport)
-        self.steps = (*self.steps, lambda x: x.new_empty((0,) * x.ndim))
-
-    @property
-    def back(self) -> Mover:
-        """From a gradient of nothing: zeros, which travel like those of the others."""
-        back = Mover(self.dst.dual(), self.src.dual(), self.transport)
-        shape = spec_of(self.dst, self.transport).local_shape
-        back.steps = (
-            lambda g: torch.zeros(shape, dtype=g.dtype, device=g.device),
-            *back.steps,
-        )
-        return back
-
-    def now(self) -> Mover:
-        """There is one way."""
-        return self
 
 
 def related(src: Mesh, dst: Mesh, transport: Transport) -> str:
@@ -484,7 +454,7 @@ def related(src: Mesh, dst: Mesh, transport: Transport) -> str:
     return kind
 
 
-def _lifted(slice_: Mesh, mesh: Mesh, dims: Any, partial: Any) -> tuple[Mesh, Any, Any]:
+def lifted(slice_: Mesh, mesh: Mesh, dims: Any, partial: Any) -> tuple[Mesh, Any, Any]:
     """A placement on a slice, on the mesh it is a slice of: replicated over the missing axes."""
     axes = slice_.axes_in(mesh)
     assert axes is not None, "a slice"
@@ -519,7 +489,7 @@ class _CastBack(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         how: Mover = ctx.how
         src = how.dst.dual().with_dtype(ctx.dtype)
-        back = mover(src, how.src.dual().with_dtype(ctx.dtype), how.transport)
+        back = how.between(src, how.src.dual().with_dtype(ctx.dtype))
         return back(grads[0].to(ctx.dtype)).to(ctx.own), None, None
 
 

@@ -443,7 +443,7 @@ class DTensor(Protocol):
                 The same number on all ranks.
 
         Raises:
-            LayoutError: The placements do not fit.
+            LayoutError: The placements do not fit, or ``max_extra_bytes`` is too small for a round.
         """
         spec = self._spec
         if spec.guards is not None:

@@ -9,19 +9,24 @@ from torch import Tensor
 
 from shardwise.comm.execute import Mover, profile_of
 from shardwise.comm.many import move_many
+from shardwise.comm.rounds import move_bounded
 from shardwise.comm.transport import current
 from shardwise.errors import LayoutError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import Spec
 from shardwise.route.ledger import Ledger, ledger
-from shardwise.tensor.crossings import dense, planned
+from shardwise.tensor.crossings import dense, lifted, planned
 from shardwise.tensor.dtensor import DTensor, resolve, wrap
 from shardwise.tensor.strides import alias
 
 
 def redistribute_many(
-    tensors: Sequence[DTensor], placements: Any = None, device_mesh: Any = None
+    tensors: Sequence[DTensor],
+    placements: Any = None,
+    device_mesh: Any = None,
+    *,
+    max_extra_bytes: int | None = None,
 ) -> list[DTensor]:
     """The same values in other layouts, moved together: few collectives for many tensors. Differentiable.
 
@@ -33,6 +38,9 @@ def redistribute_many(
         placements: A list with one entry for each tensor (placements, spec, layout or None), or one layout or
             spec for all of them.
         device_mesh: The mesh of all results; None keeps each tensor's own, or that of its layout.
+        max_extra_bytes: Move one tensor after the other, in rounds, there and back: next to operands and results it
+            takes at most so many bytes on each rank, and those by which an operand exceeds its result. Tensors that
+            fit into it together still share collectives.
 
     Returns:
         One DTensor for each.
@@ -57,7 +65,10 @@ def redistribute_many(
         locals_.append(local)
         movers.append(move)
         outs.append(out)
-    moved = move_many(movers, locals_)
+    if max_extra_bytes is None:
+        moved = move_many(movers, locals_)
+    else:
+        moved = move_bounded(movers, locals_, max_extra_bytes)
     return [
         wrap(alias(y) if y is x._local else y, out) for x, y, out in zip(tensors, moved, outs)
     ]
@@ -77,7 +88,11 @@ def _one_for_each(tensors: Sequence[Any], placements: Any) -> list[Any]:
 
 
 def redistribute_state(
-    state: Mapping[str, Any], layouts: Any, device_mesh: Any = None
+    state: Mapping[str, Any],
+    layouts: Any,
+    device_mesh: Any = None,
+    *,
+    max_extra_bytes: int | None = None,
 ) -> dict[str, Any]:
     """A state dict in other layouts, on the same mesh or another, in one go.
 
@@ -89,6 +104,7 @@ def redistribute_state(
         layouts: Names (``"a.b"`` inside dicts) to placements, specs, layouts or DTensors laid out as wanted, or
             a function from name and tensor to one; names that it lacks keep their placements.
         device_mesh: The mesh of the results; None keeps each tensor's own, or that of its layout.
+        max_extra_bytes: What a rank may take next to operands and results; see ``redistribute_many``.
 
     Returns:
         The same structure, with DTensors in their new layouts.
@@ -117,22 +133,33 @@ def redistribute_state(
         by_mesh.setdefault(mesh, []).append(i)
     for mesh, places in by_mesh.items():
         got = redistribute_many(
-            [flat[names[i]] for i in places], [_listed(targets[i]) for i in places], mesh
+            [flat[names[i]] for i in places],
+            [_listed(targets[i]) for i in places],
+            mesh,
+            max_extra_bytes=max_extra_bytes,
         )
         moved.update(zip((names[i] for i in places), got))
     return _rebuild(state, "", moved)
 
 
-def explain_redistribute(src: Any, dst: Any = None, device_mesh: Any = None) -> Ledger:
+def explain_redistribute(
+    src: Any, dst: Any = None, device_mesh: Any = None, *, max_extra_bytes: int | None = None
+) -> Ledger:
     """What ``src.redistribute(device_mesh, dst)`` would do, without doing it; ``print`` it.
 
     The route, the bytes that each rank receives (to the byte what ``CommLog`` will count), the predicted time,
-    and the lower bound: what a rank needs and does not hold.
+    and the lower bound: what a rank needs and does not hold. Within ``max_extra_bytes`` also how many rounds a move
+    takes, and what the whole would take without that limit.
 
     Args:
         src: A DTensor or a layout.
         dst: Placements, spec or layout; None replicates.
         device_mesh: Another mesh; None keeps that of ``src``, or takes that of the layout ``dst``.
+        max_extra_bytes: As for ``redistribute``. (Over more than 64 ranks the first such move of a layout pair
+            also agrees on the number of rounds, by an all_reduce of one number, which is not listed.)
+
+    Raises:
+        LayoutError: The placements do not fit, or the limit is too small for a round.
 
     Example:
         >>> print(explain_redistribute(x, [Shard(1)]))      # doctest: +SKIP
@@ -150,8 +177,12 @@ def explain_redistribute(src: Any, dst: Any = None, device_mesh: Any = None) -> 
     mesh, dims, partial = resolve(device_mesh, dst, layout.shape)
     layout = dense(layout)
     partial = tuple("sum" if op == "avg" else op for op in partial)
+    if (
+        mesh is not layout.mesh and mesh.axes_in(layout.mesh) is not None
+    ):  # each caller's own slice
+        mesh, dims, partial = lifted(mesh, layout.mesh, dims, partial)
     to = Layout(mesh, dims, partial, layout.shape, layout.stride, layout.dtype)
-    return ledger(layout, to, profile_of(layout.mesh, current()))
+    return ledger(layout, to, profile_of(layout.mesh, current()), max_extra_bytes)
 
 
 def _listed(to: Any) -> Any:
