@@ -10,7 +10,7 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.errors import LayoutError
 from shardwise.layout.layout import Layout
 from shardwise.route.cost import cost_of
-from shardwise.route.search import move_cost, route, route_cost, search
+from shardwise.route.search import Search, move_cost, route, route_cost, search
 from shardwise.testing.strategies import mesh_of
 
 R, P = Replicate(), Partial()
@@ -71,6 +71,31 @@ def test_other_tensors_are_refused():
         route(a, Layout.of(mesh_of((4,)), [R], (9,), dtype=torch.float32))
     with pytest.raises(LayoutError, match="not the same tensor on the same mesh"):
         route(a, Layout.of(mesh_of((2, 2)), [R], (8,), dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape", "every", "states", "edges"),
+    [
+        ((2, 2), (8, 16), 1, 6, 40),
+        ((2, 4), (7, 5), 1, 9, 56),
+        ((2, 2, 2), (8, 16), 5, 25, 240),
+        ((2, 2, 2), (7, 5), 5, 42, 460),
+        ((2, 2, 2), (1024, 999), 5, 32, 360),
+    ],
+)
+def test_a_search_stays_near_the_shortest_path(mesh_shape, shape, every, states, edges):
+    """What planning takes, counted: states that are left by their edges, and edges that are priced."""
+    mesh = mesh_of(mesh_shape)
+    layouts = [
+        Layout.of(mesh, p, shape, dtype=torch.float32)
+        for p in itertools.product([R, P, Shard(0), Shard(1)], repeat=len(mesh_shape))
+    ]
+    for a, b in list(itertools.product(layouts, layouts))[::every]:
+        for what in ("time", "bytes"):
+            found = Search(a, b, cost_of(mesh, None, what))
+            assert found.run()
+            assert found.expanded <= states, f"{a} -> {b} by {what}"
+            assert found.offered <= edges, f"{a} -> {b} by {what}"
 
 
 def test_planning_is_quick(capsys):

@@ -138,6 +138,42 @@ class Cost:
         return latency + nbytes / slowest
 
 
+class Prices:
+    """The prices of moves of one tensor, by elements: ``Cost.of`` with its figures looked up once per group.
+
+    Attributes:
+        bytes_only: Latency is left out; it only breaks ties.
+        uniform: The price does not depend on the axes.
+        local: What a move costs that sends nothing.
+        least: What a collective costs at least, however little it receives.
+        least_per_numel: What it costs at least to receive an element more.
+    """
+
+    def __init__(self, layout: Layout, cost: Cost) -> None:
+        self._cost, self._itemsize = cost, itemsize(layout)
+        self._rates: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
+        self.bytes_only = cost.bytes_only
+        self.local = cost.of("slice", (), 0)
+        rates = [self._rate("all_gather", (a,)) for a in range(layout.mesh.ndim)]
+        self.uniform = len(set(rates)) <= 1
+        self.least = min((latency for latency, _ in rates), default=0.0)
+        self.least_per_numel = min((per_numel for _, per_numel in rates), default=0.0)
+
+    def _rate(self, kind: str, axes: tuple[int, ...]) -> tuple[float, float]:
+        """What it costs to receive nothing, and an element more."""
+        per_byte = 1.0
+        if not self._cost.bytes_only and axes:
+            per_byte = 1.0 / min([self._cost.profile.bytes_per_us[a] for a in axes])
+        rate = self._cost.of(kind, axes, 0), self._itemsize * per_byte
+        self._rates[kind, axes] = rate
+        return rate
+
+    def of(self, kind: str, axes: tuple[int, ...], numel: float) -> float:
+        """Cost of a collective over some axes in which a rank receives so many elements."""
+        latency, per_numel = self._rates.get((kind, axes)) or self._rate(kind, axes)
+        return latency + numel * per_numel
+
+
 def cost_of(mesh: Mesh, profile: Profile | None = None, what: str | None = None) -> Cost:
     """The price list of a mesh: profile and objective in force where none is given."""
     if profile is not None and len(profile.latency_us) != mesh.ndim:
