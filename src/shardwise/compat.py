@@ -242,6 +242,11 @@ def _codes(members: Any) -> Any:
 FORWARD_MODE: tuple[Any, ...] = (torch._VF._make_dual, torch._VF._unpack_dual)
 
 
+def dual_level_open() -> bool:
+    """Whether the process is in a level of forward-mode derivatives; there is one for all threads."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def has_tangent(x: torch.Tensor) -> bool:
     """Whether a plain tensor carries a forward-mode derivative."""
     level = torch.autograd.forward_ad._current_level
@@ -374,6 +379,21 @@ def left_to_outer_backward(callback: Any) -> bool:
 
     handle = node.register_hook(after)
     return True
+
+
+def on_data_set(check: Any) -> None:
+    """Call ``check(x, value)`` before ``x.data = value`` of a tensor whose class has no ``data`` of its own.
+
+    Torch asks nobody, and copies the C++ side of the value: that of a tensor without memory makes the next read crash.
+    Reading stays in C.
+    """
+    native = TensorBase.data
+
+    def put(x: torch.Tensor, value: Any) -> None:
+        check(x, value)
+        native.__set__(x, value)
+
+    torch.Tensor.data = property(native.__get__, put)
 
 
 # Many copies in one call.

@@ -22,7 +22,7 @@ from shardwise import (
     no_sync,
     simulate,
 )
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UnsupportedError
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
@@ -170,7 +170,18 @@ def test_distribute_module_keeps_parameters(shape: Any, ps: Any) -> None:
     on_mesh(shape, fn)
 
 
-def test_distribute_module_with_functions() -> None:
+WITH_MODULE = (
+    lambda m, inputs, mesh: (distribute_tensor(inputs[0], mesh, [S0]),),
+    lambda m, out, mesh: out.full_tensor(),
+)
+WITHOUT = (  # as programs for older versions of torch have it
+    lambda inputs, mesh: (distribute_tensor(inputs[0], mesh, [S0]),),
+    lambda out, mesh: out.full_tensor(),
+)
+
+
+@pytest.mark.parametrize("functions", [WITH_MODULE, WITHOUT], ids=["module", "older"])
+def test_distribute_module_with_functions(functions: Any) -> None:
     def fn(mesh: Any) -> None:
         one, many = Net(), Net()
         many.load_state_dict(one.state_dict())
@@ -178,8 +189,8 @@ def test_distribute_module_with_functions() -> None:
         distribute_module(
             many,
             mesh,
-            input_fn=lambda m, inputs, mesh: (distribute_tensor(inputs[0], mesh, [S0]),),
-            output_fn=lambda m, out, mesh: out.full_tensor(),
+            input_fn=functions[0],
+            output_fn=functions[1],
         )
         y = many(x)
         assert type(y) is Tensor
@@ -350,6 +361,28 @@ def test_grad_data_is_kept() -> None:
             close(p.grad, 4 * w)
 
     on_mesh((2,), fn)
+
+
+@placed
+def test_data_of_a_plain_tensor_is_no_dtensor(shape: Any, ps: Any) -> None:
+    def fn(mesh: Any) -> None:
+        lin = nn.Linear(4, 4)
+        d = distribute_tensor(lin.weight.detach(), mesh)
+        for x in (lin.weight, torch.ones(4, 4)):
+            with pytest.raises(LayoutError, match="data of a plain tensor"):
+                x.data = d  # it crashed at the next read
+        lin.weight.data = torch.zeros(4, 4)
+        torch.testing.assert_close(lin(torch.ones(1, 4))[0], lin.bias)
+        lin._apply(lambda t: distribute_tensor(t, mesh))
+        assert isinstance(lin.weight, DTensor)
+
+    on_mesh(shape, fn)
+
+
+def test_the_class_is_not_called() -> None:
+    for args in ((), (torch.ones(2),), (torch.ones(2), None, [R])):
+        with pytest.raises(UnsupportedError, match="from_local"):
+            DTensor(*args)
 
 
 # -- state dicts --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jacrev, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, vjp, vmap
 import torch.nn.functional as F
 
 from shardwise import (
@@ -142,6 +142,27 @@ def test_functional_transforms(f: Any) -> None:
         DTensor.__dict__["__torch_function__"].__func__.__qualname__
         == "DTensor.__torch_function__"
     )
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_forward_mode_over_reverse_of_virtual_ranks() -> None:
+    x, w = torch.randn(4, 3, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+
+    def f(t: Any, u: Any) -> Any:
+        return (t @ u).tanh().sum()
+
+    def fn(mesh: Any) -> None:
+        e = distribute_tensor(w, mesh)
+        with pytest.raises(UnsupportedError, match="level belongs to the whole process"):
+            hessian(lambda t: f(t, e))(distribute_tensor(x, mesh, [S0]))
+
+    def alone(mesh: Any) -> None:
+        d, e = distribute_tensor(x, mesh, [S0]), distribute_tensor(w, mesh)
+        close(hessian(lambda t: f(t, e))(d), hessian(f)(x, w))
+        close(jacfwd(lambda t: t @ e)(d), jacfwd(lambda t: t @ w)(x))
+
+    on_mesh((2,), fn)
+    on_mesh((1,), alone)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -36,7 +36,8 @@ from torch import Tensor
 from shardwise.comm.dry import RankGroup
 from shardwise.comm.reduce import reduce_in_order
 from shardwise.comm.transport import Handle, Transport, _plain
-from shardwise.errors import AbortedError, CommError, DeadlockError, explain
+from shardwise.compat import dual_level_open
+from shardwise.errors import AbortedError, CommError, DeadlockError, UnsupportedError, explain
 from shardwise.events import user_site
 
 # From the members' inputs, in group order, to their results.
@@ -320,6 +321,12 @@ class ThreadsTransport(Transport):
         payload: Any,
         compute: _Compute,
     ) -> _Pending:
+        if dual_level_open() and len(ranks) > 1:
+            raise UnsupportedError(
+                "virtual ranks cannot exchange anything inside a forward-mode derivative (jvp, jacfwd, hessian): its "
+                "level belongs to the whole process.",
+                tries=["torch.func.jacrev, which works in reverse", "real processes: torchrun"],
+            )
         slot = self.world.post(self.rank, ranks, signature, payload, compute)
         return _Pending(self.world, self.rank, slot)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import inspect
 from typing import Any
 
 import torch
@@ -141,7 +142,8 @@ def distribute_module(
         device_mesh: The mesh; None is that of ``with mesh:``, else one over the world.
         partition_fn: ``(name, submodule, mesh)``, called for every submodule; registers distributed
             parameters. What it leaves plain is replicated.
-        input_fn: ``(module, inputs, mesh)``, called before forward; its result replaces the inputs.
+        input_fn: ``(module, inputs, mesh)``, called before forward; its result replaces the inputs. Without the module,
+            as in older programs, it is taken, too.
         output_fn: ``(module, outputs, mesh)``, called after forward; its result replaces the outputs.
 
     Returns:
@@ -155,10 +157,23 @@ def distribute_module(
             partition_fn(name, sub, mesh)
         _adopt(sub, before, mesh, swapped)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
+        before_call = _of_module(input_fn)
+        module.register_forward_pre_hook(lambda m, inputs: before_call(m, inputs, mesh))
     if output_fn is not None:
-        module.register_forward_hook(lambda m, inputs, outputs: output_fn(m, outputs, mesh))
+        after_call = _of_module(output_fn)
+        module.register_forward_hook(lambda m, inputs, outputs: after_call(m, outputs, mesh))
     return module
+
+
+def _of_module(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function ``(module, values, mesh)``; older programs have one without the module."""
+    try:
+        inspect.signature(fn).bind(None, None, None)
+    except TypeError:
+        return lambda m, values, mesh: fn(values, mesh)
+    except ValueError:  # a builtin that does not say
+        pass
+    return fn
 
 
 def _adopt(

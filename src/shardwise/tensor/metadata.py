@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import current
-from shardwise.compat import DisableTorchFunction, has_compatible_shallow_copy_type, on_compare
+from shardwise.compat import (
+    DisableTorchFunction,
+    has_compatible_shallow_copy_type,
+    on_compare,
+    on_data_set,
+)
 from shardwise.errors import GradientError, LayoutError, UnsupportedError
 from shardwise.layout.boxes import restride
 from shardwise.layout.cut import Cut
@@ -239,6 +244,21 @@ def _can_set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     """Whether ``x.data = y`` would do; ``Module.to`` asks."""
     x, y = args
     return isinstance(x, DTensor) and isinstance(y, DTensor) and func(x._local, y._local)
+
+
+def _check_data(x: Tensor, value: Any) -> None:
+    """``plain.data = dtensor``: the object would stay plain, over memory that is not there."""
+    if type(value) is DTensor and type(x) is not DTensor:
+        raise LayoutError(
+            "the data of a plain tensor cannot be a DTensor.",
+            tries=[
+                "module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))",
+                "distribute_module(module, mesh, partition_fn): parameters keep their identity",
+            ],
+        )
+
+
+on_data_set(_check_data)
 
 
 @override(_T.detach_)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.compat import called_by_stager
-from shardwise.errors import AliasError, GradientError, MeshError, ShardError
+from shardwise.errors import AliasError, GradientError, MeshError, ShardError, UnsupportedError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placement
@@ -25,6 +25,16 @@ class Protocol(torch.Tensor):
     _local: Tensor
     _spec: Spec
     full_tensor: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Protocol:
+        """Refused: a piece alone does not say what it is a piece of."""
+        raise UnsupportedError(
+            "a DTensor is not made by calling its class.",
+            tries=[
+                "DTensor.from_local(piece, mesh, placements)",
+                "distribute_tensor(whole, mesh, placements)",
+            ],
+        )
 
     # -- what is where ---------------------------------------------------------------------------
     @property
