@@ -299,12 +299,17 @@ _INCLUDED, _EXCLUDED = (
     torch._C._dispatch_tls_local_include_set(),
     torch._C._dispatch_tls_local_exclude_set(),
 )
+_PYTHON = torch._C.DispatchKey.Python
+_MODES = torch._C.DispatchKeySet(_PYTHON) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.PythonTLSSnapshot
+)
 
 
 class Door:
     """Around a call that came through the dispatcher, below autograd: as if it had come from Python.
 
-    Autograd then records the local calls, and transforms that the dispatcher is working on stand aside.
+    Autograd then records the local calls, and transforms that the dispatcher is working on stand aside. Dispatch
+    modes go on seeing the calls: one of them may be recording a step.
     """
 
     __slots__ = ("_keys", "_stack")
@@ -316,7 +321,9 @@ class Door:
         self._stack: list[Any] = stack
         self._keys: Any = None
         if not torch.is_inference_mode_enabled():
-            self._keys = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+            watched = torch._C._dispatch_tls_local_include_set().has(_PYTHON)
+            included = _INCLUDED | _MODES if watched else _INCLUDED
+            self._keys = torch._C._ForceDispatchKeyGuard(included, _EXCLUDED)
             self._keys.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -500,3 +507,18 @@ def compile_flat(graph: Any, inputs: list[Any]) -> Any:
 
     with torch.no_grad():
         return compile_fx(graph, inputs)
+
+
+def global_hooks() -> tuple[Any, ...]:
+    """The tables of hooks that all modules and all optimizers have."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    return (
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+        optimizer._global_optimizer_pre_hooks,
+        optimizer._global_optimizer_post_hooks,
+    )

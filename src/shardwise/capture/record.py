@@ -28,7 +28,7 @@ from shardwise.capture.state import (
 )
 from shardwise.capture.tape import Tape
 from shardwise.comm.transport import current
-from shardwise.compat import is_fake, storage_id, tree_flatten, tree_unflatten
+from shardwise.compat import direct_apply, is_fake, storage_id, tree_flatten, tree_unflatten
 from shardwise.errors import CaptureError
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.gradients import leaf_of
@@ -43,6 +43,57 @@ class NewStateError(CaptureError):
     """An optimizer makes new state: this call is to run eagerly."""
 
 
+class _NoHistory(torch.autograd.Function):
+    """Stands where a result has a history in eager mode: there is a gradient function, and it says what is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.data  # no view: it may be written to, as any result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise CaptureError(
+            "what a captured step gives has no history: no gradient can go back into the step.",
+            tries=[
+                "call backward in the step",
+                "detach() the result, if no gradient is wanted",
+            ],
+        )
+
+
+_apply_no_history = direct_apply(_NoHistory)
+
+
+def _ended(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return _apply_no_history(torch.empty(0, requires_grad=True), x)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an output of the graph becomes: the tensor that eager mode would give.
+
+    Attributes:
+        spec: Of a DTensor; None for a plain tensor or a number.
+        history: Whether it has a gradient function in eager mode.
+    """
+
+    spec: Any
+    history: bool
+
+    @classmethod
+    def like(cls, x: Any) -> Form:
+        """That of a recorded result."""
+        spec = x._spec if isinstance(x, DTensor) else None
+        return cls(spec, isinstance(x, Tensor) and x.requires_grad)
+
+    def of(self, out: Any) -> Any:
+        """Give an output this form."""
+        if self.history:
+            out = _ended(out)
+        return out if self.spec is None else wrap(out, self.spec)
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """What a call returned: the tree, its plain leaves, and where tensors go.
@@ -51,19 +102,27 @@ class Results:
         leaves: The leaves; None where an output of the graph belongs.
         tree: Their tree.
         places: Which leaves are outputs, in order.
-        specs: For each of these the spec of a DTensor, or None.
+        forms: For each of these, what the output is to become.
+        given: Leaves that are a tensor which was there before, with what finds it among the arguments' leaves.
+        again: Leaves that are the same object as an earlier leaf.
     """
 
     leaves: list[Any]
     tree: Any
     places: list[int]
-    specs: list[Any]
+    forms: list[Form]
+    given: list[tuple[int, Callable[[list[Any]], Any]]]
+    again: list[tuple[int, int]]
 
-    def rebuild(self, outs: Any) -> Any:
+    def rebuild(self, outs: Any, arguments: list[Any]) -> Any:
         """The result, with the graph's outputs in it."""
         leaves = list(self.leaves)
-        for at, spec, out in zip(self.places, self.specs, outs):
-            leaves[at] = out if spec is None else wrap(out, spec)
+        for at, form, out in zip(self.places, self.forms, outs):
+            leaves[at] = form.of(out)
+        for at, find in self.given:
+            leaves[at] = find(arguments)
+        for at, first in self.again:
+            leaves[at] = leaves[first]
         return tree_unflatten(leaves, self.tree)
 
 
@@ -72,13 +131,13 @@ class Effects:
     """What a call left behind in Python.
 
     Attributes:
-        bound: Places that hold an output of the graph afterwards, with the spec of a DTensor or None.
+        bound: Places that hold an output of the graph afterwards, with its form.
         reset: Places that hold something else that was there before, or nothing.
         forgotten: Wrappers of gradients that are no longer true.
         of_arguments: Arguments that get a gradient: the last outputs of the graph, in order.
     """
 
-    bound: list[tuple[Cell, Any]]
+    bound: list[tuple[Cell, Form]]
     reset: list[tuple[Cell, Any]]
     forgotten: list[Cell]
     of_arguments: list[int]
@@ -92,8 +151,8 @@ class Effects:
                 local.grad = out
             else:
                 leaf.grad, leaf.shown = out, None
-        for (cell, spec), out in zip(self.bound, outs):
-            cell.write(out if spec is None else wrap(out, spec))
+        for (cell, form), out in zip(self.bound, outs):
+            cell.write(form.of(out))
         for cell, x in self.reset:
             cell.write(x)
         for cell in self.forgotten:
@@ -160,7 +219,7 @@ def record(
                 check_numbers()
                 _check_data(tape, data)
                 _check_arguments(tape, leaves, tree_flatten((own_args, own_kwargs))[0])
-                results, outs = _results(tape, got)
+                results, outs = _results(tape, got, leaves, cells)
                 new = aftermath.places(tape, cells)
                 news = [(c, None) for c in new]
                 effects, more = _effects(tape, [*zip(cells, before), *news], shown)
@@ -388,15 +447,31 @@ def _lifted(cell: TableCell, x: Any, tape: Tape, lifted: Collection[str]) -> Any
         return torch.scalar_tensor(made, dtype=torch.float64)  # pyright: ignore[reportArgumentType]
 
 
-def _results(tape: Tape, result: Any) -> tuple[Results, list[Value]]:
+def _results(
+    tape: Tape, result: Any, arguments: list[Any], cells: list[Cell]
+) -> tuple[Results, list[Value]]:
     leaves, tree = tree_flatten(result)
-    places = [i for i, r in enumerate(leaves) if isinstance(r, (Tensor, torch.SymFloat))]
-    specs = [r._spec if isinstance(r, DTensor) else None for r in (leaves[i] for i in places)]
-    outs = [
-        tape.value_of(local_of(r)) if isinstance(r, Tensor) else r.node.value
-        for r in (leaves[i] for i in places)
-    ]
-    chosen = set(places)
+    finders = _finders(arguments, cells)
+    first: dict[int, int] = {}
+    places: list[int] = []
+    outs: list[Value] = []
+    given: list[tuple[int, Any]] = []
+    again: list[tuple[int, int]] = []
+    for i, r in enumerate(leaves):
+        if isinstance(r, torch.SymFloat):
+            places.append(i)
+            outs.append(r.node.value)
+        elif not isinstance(r, Tensor):
+            continue
+        elif id(r) in first:
+            again.append((i, first[id(r)]))
+        elif id(r) in finders and not is_fake(local_of(r)):
+            given.append((i, finders[id(r)]))
+        else:
+            first[id(r)] = i
+            places.append(i)
+            outs.append(tape.value_of(local_of(r)))
+    chosen = {*places, *(i for i, _ in given), *(i for i, _ in again)}
     if any(isinstance(r, (types.GeneratorType, types.CoroutineType)) for r in leaves):
         raise tape.refuse("it returns a generator, which runs after it", ["return a list"])
     if any(holds_fake(r) for i, r in enumerate(leaves) if i not in chosen):
@@ -404,14 +479,28 @@ def _results(tape: Tape, result: Any) -> tuple[Results, list[Value]]:
             "it returns an object with tensors in it, which a later run could not make",
             ["return tensors in tuples, lists and dicts"],
         )
+    forms = [Form.like(leaves[i]) for i in places]
     kept = [None if i in chosen else r for i, r in enumerate(leaves)]
-    return Results(kept, tree, places, specs), outs
+    return Results(kept, tree, places, forms, given, again), outs
+
+
+def _finders(arguments: list[Any], cells: list[Cell]) -> dict[int, Callable[[list[Any]], Any]]:
+    """For each tensor that was there before the call: what finds the one in its place at a later run."""
+    found: dict[int, Callable[[list[Any]], Any]] = {}
+    for c in cells:
+        x = c.read()
+        if isinstance(x, Tensor):
+            found[id(x)] = lambda _, c=c: c.read()
+    for i, x in enumerate(arguments):
+        if isinstance(x, Tensor):
+            found[id(x)] = lambda leaves, i=i: leaves[i]
+    return found
 
 
 def _effects(
     tape: Tape, places: list[tuple[Cell, Any]], shown: list[Cell]
 ) -> tuple[Effects, list[Value]]:
-    bound: list[tuple[Cell, Any]] = []
+    bound: list[tuple[Cell, Form]] = []
     reset: list[tuple[Cell, Any]] = []
     outs: list[Value] = []
     for c, x in places:
@@ -421,7 +510,7 @@ def _effects(
         if isinstance(now, Tensor) and is_fake(local_of(now)):
             if isinstance(now, torch.nn.Parameter) or (now.requires_grad and now.is_leaf):
                 raise tape.refuse(f"{c.name} becomes another parameter in the step")
-            bound.append((c, now._spec if isinstance(now, DTensor) else None))
+            bound.append((c, Form.like(now)))
             outs.append(tape.value_of(local_of(now)))
         else:
             reset.append((c, now))

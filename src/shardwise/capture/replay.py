@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 import math
 from operator import is_
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -33,6 +34,7 @@ from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.gradients import leaf_of
 
 if TYPE_CHECKING:
+    from shardwise.capture.record import Form
     from shardwise.capture.step import CapturedStep
 
 MISS: Any = object()
@@ -121,11 +123,14 @@ class _Replay:
     def place(self, cell: Cell) -> str:
         """What is in a cell, as an expression: ``Cell.read``, but it may raise where nothing is there."""
         holder, key = cell.holder, cell.key
-        if isinstance(holder, (dict, list, deque)):
+        if isinstance(holder, type):
+            holder = vars(holder)
+        if isinstance(holder, (dict, list, deque, MappingProxyType)):
             where = self.name(holder)
             what = repr(key) if type(key) in (str, int) else self.name(key)
+            table = isinstance(holder, (dict, MappingProxyType))
             plain = type(holder) is not dict and isinstance(holder, dict)
-            missing = isinstance(holder, dict) and key not in holder
+            missing = table and key not in holder
             return f"{where}.get({what})" if plain or missing else f"{where}[{what}]"
         if isinstance(key, str) and key.isidentifier() and hasattr(holder, key):
             return f"{self.name(holder)}.{key}"
@@ -189,9 +194,8 @@ class _Replay:
         """What ``State.stale`` looks at, and ``training``."""
         for cell, _ in self.state.held:
             self.same(self.place(cell), cell.read())
-        for hooks, keys in self.state.hooks:
-            where = self.name(hooks)
-            self.unless(f"tuple({where}) == {self.name(keys)}" if keys else f"not {where}")
+        for hooks, _ in self.state.hooks:
+            self._hooks(self.name(hooks), hooks)
         for _, c, length in self.state.lengths:
             self.unless(f"len({self.name(c)}) == {length}")
         for m in self.state.all_modules:
@@ -268,13 +272,20 @@ class _Replay:
             self.tensor(self.name(p), p)
             local = local_of(p)
             where, leaf = self.name(local), leaf_of(local)
+            self._hooks(f"{where}._backward_hooks", local._backward_hooks)
+            after: Any = local._post_accumulate_grad_hooks
+            self._hooks(f"{where}._post_accumulate_grad_hooks", after)
             self._there(f"{where}.grad", local.grad)
             if leaf is not None:
                 self.unless(f"{where}._shardwise_leaf is {self.name(leaf)}")
                 self._there(f"{self.name(leaf)}.grad", leaf.grad)
                 self._there(f"{self.name(leaf)}.pending", leaf.pending)
+                self._hooks(f"{self.name(leaf)}.hooks", leaf.hooks)
             elif isinstance(p, DTensor):
                 self.unless(f"'_shardwise_leaf' not in {where}.__dict__")
+
+    def _hooks(self, place: str, hooks: Any) -> None:
+        self.unless(f"tuple({place}) == {self.name(tuple(hooks))}" if hooks else f"not {place}")
 
     def _there(self, place: str, x: Any) -> None:
         self.unless(f"{place} is {'not ' if x is not None else ''}None")
@@ -300,9 +311,8 @@ class _Replay:
             self.names["leave"] = effects.apply
             self.body.append(f"leave(outs[{count}:], leaves)")
         else:
-            for i, (cell, spec) in enumerate(effects.bound):
-                out = f"outs[{count + i}]"
-                self._write(cell, out if spec is None else f"wrap({out}, {self.name(spec)})")
+            for i, (cell, form) in enumerate(effects.bound):
+                self._write(cell, self._formed(form, f"outs[{count + i}]"))
             for cell, x in effects.reset:
                 self._write(cell, self.name(x))
             for cell in effects.forgotten:
@@ -321,12 +331,18 @@ class _Replay:
     def _result(self) -> str:
         results, marker = self.recording.results, object()
         if len(results.leaves) == 1 and tree_unflatten([marker], results.tree) is marker:
+            if results.given:
+                return f"{self.name(results.given[0][1])}(leaves)"
             if not results.places:
                 return self.name(results.leaves[0])
-            spec = results.specs[0]
-            return "outs[0]" if spec is None else f"wrap(outs[0], {self.name(spec)})"
+            return self._formed(results.forms[0], "outs[0]")
         self.names["rebuild"] = results.rebuild
-        return "rebuild(outs)"
+        return "rebuild(outs, leaves)"
+
+    def _formed(self, form: Form, out: str) -> str:
+        if form.history:
+            return f"{self.name(form.of)}({out})"
+        return out if form.spec is None else f"wrap({out}, {self.name(form.spec)})"
 
     def function(self, **names: Any) -> Callable[..., Any]:
         """The function."""

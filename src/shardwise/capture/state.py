@@ -17,19 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.ir import Slot
-from shardwise.compat import tree_flatten
+from shardwise.capture.names import (
+    forward_names,
+    functions_of,
+    is_frozen,
+    is_quiet,
+    members_named,
+    names_in,
+    strings_in,
+)
+from shardwise.compat import global_hooks, tree_flatten
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.gradients import leaf_of
 
 _NUMBERS = (int, float, tuple, bool, str, type(None))
-_SETTINGS = ("p", "momentum", "eps")  # of torch's modules: what schedules change
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = frozenset(nn.Module().__dict__)
 MANY = 1024  # a table of more is data
 FEW = 8  # numbers in a list of more are data
 DEPTH = 4  # of containers and of functions that call functions
 _OPEN = ("torch.optim", "torch.amp")
-_QUIET = ("torch", "shardwise", "builtins", "typing", "collections", "functools", "math")
 
 
 class Cell:
@@ -54,6 +62,8 @@ class Cell:
             return holder.get(self.key)
         if isinstance(holder, (list, deque)):
             return holder[self.key] if self.key < len(holder) else None
+        if isinstance(holder, type):  # the member itself, not what it gives
+            return vars(holder).get(self.key)
         return getattr(holder, self.key, None)
 
     def write(self, x: Any) -> None:
@@ -100,7 +110,7 @@ class State:
         containers: Lists, dicts and tables of attributes that were looked into, with names.
         generators: Random generators.
         hooks: Tables of hooks, and the keys in them.
-        lengths: Containers, with names, and how much is in them.
+        lengths: Containers and tables of modules, with names, and how much is in them.
     """
 
     def __init__(self) -> None:
@@ -114,6 +124,8 @@ class State:
         self.generators: list[torch.Generator] = []
         self._attributes: list[tuple[Cell, Any]] = []
         self._codes: set[str] = set()
+        self._kinds: dict[Any, None] = {}  # classes and libraries whose members code may name
+        self._followed: set[tuple[int, str]] = set()
         self.hooks: list[tuple[Any, tuple[Any, ...]]] = []
         self.lengths: list[tuple[str, Any, int]] = []
         self._signature: tuple[Any, ...] | None = None
@@ -131,7 +143,12 @@ class State:
         state.all_modules = list(inner.values())
         for m in state.all_modules:
             state._look_at_module(m)
-        state.lengths = [(name, c, len(c)) for name, c in state.containers]
+        state._follow()
+        state.hooks += [(table, tuple(table)) for table in global_hooks()]
+        for optimizer in state.optimizers.values():
+            tables = [vars(optimizer).get(key) for key in _STEP_HOOKS]
+            state.hooks += [(t, tuple(t)) for t in tables if t is not None]
+        state.lengths += [(name, c, len(c)) for name, c in state.containers]
         state.held += [(c, x) for c, x in state._attributes if c.key in state._codes]
         state.all_parameters = [p for _, p in state.parameters().values()]
         return state
@@ -141,7 +158,11 @@ class State:
     def look(self, name: str, x: Any, depth: int = DEPTH) -> None:
         """Find what is in ``x``."""
         plain = x is None or isinstance(x, (str, bytes, int, float, bool, Tensor))
-        if plain or id(x) in self._seen or isinstance(x, (type, types.ModuleType)):
+        if plain or id(x) in self._seen:
+            return
+        if isinstance(x, (type, types.ModuleType)):
+            if not is_frozen(x.__module__ if isinstance(x, type) else x.__name__):
+                self._kinds[x] = None
             return
         self._seen.add(id(x))
         self._kept.append(x)
@@ -171,23 +192,37 @@ class State:
             self._items(name, list(x), depth)
         else:
             home, held = type(x).__module__, getattr(x, "__dict__", None)
-            strange = home.split(".")[0] not in _QUIET
+            strange = not is_quiet(home)
             for key in _slots_of(type(x)) if strange else ():
                 if hasattr(x, key):
                     cell = Cell(f"{name}.{key}", "state", x, key)
                     self._place(cell, getattr(x, key), depth - 1, attribute=True)
-            if strange:
-                self._call_of(type(x), depth)
+            self.look(home, type(x))
             if isinstance(held, dict) and (strange or home.startswith(_OPEN)):
                 if strange:
                     self.containers.append((name, held))
                 self._items(name, held, depth, numbers=strange)
 
-    def _call_of(self, kind: type, depth: int) -> None:
-        """What is called when an object is."""
-        call = getattr(kind, "__call__", None)  # noqa: B004  the function itself, to look into
-        if isinstance(call, types.FunctionType):
-            self.look(kind.__name__, call, depth)
+    def _follow(self) -> None:
+        """Look at what code names of the classes and libraries that it meets, until there is nothing new."""
+        found = True
+        while found:
+            found = False
+            for kind in list(self._kinds):
+                for place, name, x in list(members_named(kind, self._codes)):
+                    if (id(place), name) in self._followed:
+                        continue
+                    self._followed.add((id(place), name))
+                    found = True
+                    where = f"{place.__name__}.{name}"
+                    methods = list(functions_of(x)) if isinstance(place, type) else ()
+                    for method in methods:
+                        self.look(where, method)
+                    cell = Cell(where, "state", place, name)
+                    if methods:
+                        self.held.append((cell, x))
+                    elif not (isinstance(place, type) and hasattr(x, "__get__")):
+                        self._place(cell, x, 2, attribute=True)
 
     def _items(self, name: str, held: Any, depth: int, *, numbers: bool = True) -> None:
         if len(held) > MANY:  # data, not settings
@@ -201,9 +236,11 @@ class State:
 
     def _place(self, cell: Cell, x: Any, depth: int, *, attribute: bool = False) -> None:
         """What is at a place: a tensor is an input, anything else is to stay there."""
-        if isinstance(x, (type, types.ModuleType, types.BuiltinFunctionType)):
+        if isinstance(x, (type, types.ModuleType)):
+            self.look(cell.name, x)
+        elif isinstance(x, types.BuiltinFunctionType):
             return
-        if isinstance(x, Tensor):
+        elif isinstance(x, Tensor):
             self.tensors.append(cell)
         elif _plain(x) and attribute:
             self._attributes.append((cell, x))
@@ -212,11 +249,11 @@ class State:
             self.look(cell.name, x, depth)
 
     def _look_into(self, function: Any, depth: int) -> None:
-        if (function.__module__ or "").split(".")[0] in _QUIET:
+        if is_quiet(function.__module__):
             return
         code = function.__code__
-        names = list(_names(code))
-        self._codes.update(names, _strings(code))
+        names = list(names_in(code))
+        self._codes.update(names, strings_in(code))
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             try:
                 held = cell.cell_contents
@@ -238,21 +275,31 @@ class State:
         """What a module holds beside parameters, buffers and modules."""
         for key, child in m._modules.items():
             self.held.append((Cell(str(key), "module", m._modules, key), child))
-        home = type(m).__module__.split(".")[0]
-        table = m.__dict__
+        for tensors in (m._parameters, m._buffers):  # one may come where there is none
+            self.held += [
+                (Cell(str(key), "module", tensors, key), None)
+                for key, x in tensors.items()
+                if x is None
+            ]
+        own = (m._modules, m._parameters, m._buffers)
+        name = type(m).__name__
+        self.lengths += [(f"the tables of {name}", inner, len(inner)) for inner in own]
+        table, known = m.__dict__, forward_names(type(m))
         self.held.append((Cell("forward", "method", table, "forward"), table.get("forward")))
         self.hooks += [(table[key], tuple(table[key])) for key in _HOOKS if key in table]
-        if home in _QUIET:
-            for key in _SETTINGS:
-                if key in table:
-                    self.held.append((Cell(key, "number", table, key), table[key]))
-            return
-        self._codes.update(_forward_names(type(m)))
-        name = type(m).__name__
+        quiet = is_quiet(type(m).__module__)
+        if not quiet:
+            self._codes.update(known)
+            self.look(name, type(m))
         self.containers.append((name, table))
         for key, y in list(table.items()):
-            if key not in _OWN and not isinstance(y, Tensor):
-                self._place(Cell(f"{name}.{key}", "state", table, key), y, 2, attribute=True)
+            if key in _OWN or isinstance(y, Tensor) or (quiet and key.startswith("_")):
+                continue
+            cell = Cell(f"{name}.{key}", "state", table, key)
+            if quiet and key in known and is_value(y):  # a setting of torch's module
+                self.held.append((cell, y))
+            else:
+                self._place(cell, y, 2, attribute=True)
 
     # ---- what there is -------------------------------------------------------------------------
 
@@ -341,36 +388,42 @@ class State:
         """What was found, as part of a key."""
         if self._signature is None:
             found: list[Any] = [len(self.tensors)]
-            found += [(type(x), x) if _plain(x) else id(x) for _, x in self.held]
+            found += [(type(x), x) if is_value(x) else id(x) for _, x in self.held]
             found += [
                 tuple([k for k in c if k in self._codes])
                 for _, c in self.containers
                 if isinstance(c, dict) and len(c) <= MANY
             ]
             found += [keys for _, keys in self.hooks]
+            found += [tuple(x) for m in self.all_modules for x in (m._parameters, m._buffers)]
             self._signature = tuple(found)
         return self._signature
 
     def grads_there(self) -> tuple[Any, ...]:
-        """Which parameters have a gradient: a step adds to it, or makes one."""
-        out = []
+        """Which parameters have a gradient (a step adds to it, or makes one), and which hooks they have."""
+        out: list[Any] = []
         for p in self.all_parameters:
-            local = local_of(p)
+            local = p._local if type(p) is DTensor else p
             leaf = leaf_of(local)
+            before, after = local._backward_hooks, local._post_accumulate_grad_hooks
             out.append(local.grad is None)
+            if before:
+                out.append(tuple(before))
+            if after:
+                out.append(tuple(after))
             if leaf is not None:
-                out += (leaf.grad is None, leaf.pending is None)
+                out += (leaf.grad is None, leaf.pending is None, tuple(leaf.hooks))
         return tuple(out)
 
     def stale(self) -> Cell | None:
         """A place that holds something else than when it was looked at."""
         for cell, x in self.held:
             now = cell.read()
-            if now is not x and not (_plain(x) and type(now) is type(x) and now == x):
+            if now is not x and not (is_value(x) and type(now) is type(x) and now == x):
                 return cell
         for hooks, keys in self.hooks:
             if len(hooks) != len(keys) or (keys and tuple(hooks) != keys):
-                return Cell("hooks of a module", "hooks", hooks, None)
+                return Cell("hooks", "hooks", hooks, None)
         for name, c, length in self.lengths:
             if len(c) != length:
                 return Cell(name, "state", c, None)
@@ -425,34 +478,9 @@ def _plain(x: Any) -> bool:
     return x is None or isinstance(x, (str, bytes, int, float))
 
 
-def _forward_names(kind: type) -> set[str]:
-    """What ``forward``, and the methods that it names, name."""
-    found: set[str] = set()
-    todo = ["forward"]
-    while todo:
-        method = getattr(kind, todo.pop(), None)
-        if not isinstance(method, types.FunctionType):
-            continue
-        new = {*_names(method.__code__), *_strings(method.__code__)} - found
-        found |= new
-        todo += new
-    return found
-
-
-def _strings(code: types.CodeType) -> Iterator[str]:
-    """Keys that the code may ask a dict for."""
-    for inner in code.co_consts:
-        if isinstance(inner, str):
-            yield inner
-        elif isinstance(inner, types.CodeType):
-            yield from _strings(inner)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+def is_value(x: Any) -> bool:
+    """Whether what counts is what ``x`` is equal to, not which object it is: numbers, text, tuples of them."""
+    return _plain(x) or (type(x) is tuple and all(map(_plain, x)))
 
 
 def slot_of(cell: Cell) -> Slot:

@@ -43,6 +43,7 @@ from shardwise.random.scope import chosen_stream
 from shardwise.recording import recorder
 from shardwise.route.cost import objective
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.gradients import syncing
 
 MAX_CAPTURES = 16
 MAX_READY = 4  # steps that are tried at once
@@ -425,7 +426,7 @@ class CapturedStep:
         """Run on the leaves of other arguments of the same kind."""
         outs = self.execute([get(leaves) for get in self._getters])
         self.recording.effects.apply(outs[self._results :], leaves)
-        return self.recording.results.rebuild(outs)
+        return self.recording.results.rebuild(outs, leaves)
 
 
 def _name_of(p: Pass) -> str:
@@ -518,6 +519,7 @@ def _modes() -> tuple[Any, ...]:
         kernel_flags(),
         chosen_stream(),
         objective(),
+        syncing(),
     )
 
 

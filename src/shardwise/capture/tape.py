@@ -20,6 +20,7 @@ from shardwise.capture.number import HINT, number
 from shardwise.comm.transport import Handle, Ready
 from shardwise.compat import (
     TorchDispatchMode,
+    direct_op,
     fake_mode,
     is_fake,
     on_rng_state,
@@ -45,6 +46,8 @@ _HIDDEN_WRITES: dict[Any, tuple[tuple[int, ...], int]] = {
     _ATEN.cudnn_batch_norm.default: ((3, 4), 5),
     _ATEN.miopen_batch_norm.default: ((3, 4), 5),
 }
+# Kernels that keep something for backward only where gradients are on, which they are not when a step runs.
+_ASKS_WHETHER_GRAD = {_ATEN.mkldnn_rnn_layer.default}
 _SHAPES: dict[str, Callable[..., Sequence[int]]] = {
     "all_gather": lambda x, n, how: (n, *x.shape),
     "reduce_scatter": lambda x, n, how: x.shape[1:],
@@ -210,6 +213,8 @@ class Tape(TorchDispatchMode):
             raise self.refuse(_REFUSED[func])
         if func is _ATEN.lift_fresh.default and not is_fake(args[0]):
             return self._constant(args[0])
+        if torch.is_grad_enabled() and func.overloadpacket.__name__.endswith("_"):
+            self._check_history(func, args, kwargs)
         result, fakes, named = self._on_fakes(func, args, kwargs)
         written = _written(func, args, kwargs)
         outs: list[Value] = []
@@ -230,10 +235,25 @@ class Tape(TorchDispatchMode):
             return result
         own = tuple(self._own(a) for a in args)
         own_named = {k: self._own(a) for k, a in kwargs.items()}
+        kind, target = "call", func
+        if func in _ASKS_WHETHER_GRAD and torch.is_grad_enabled():
+            kind, target = "opaque", torch.enable_grad()(direct_op(func))
         self._note(
-            "call", str(func), func, own, own_named, tuple(outs), tree, written, draws=draws
+            kind, str(func), target, own, own_named, tuple(outs), tree, written, draws=draws
         )
         return _mapped(lambda y: given.get(id(y), y), Tensor, result)
+
+    def _check_history(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A tensor from outside that is written in place gets no history: it would be that of the recorded call."""
+        if not any(x.requires_grad for x in _tensors((args, kwargs))):
+            return
+        for x in _written(func, args, kwargs):
+            base = x if x._base is None else x._base
+            if not is_fake(base) and base.dtype.is_floating_point | base.dtype.is_complex:
+                raise self.refuse(
+                    "it writes what has a history into a tensor from outside, in place",
+                    ["detach() what is written, or write with torch.no_grad()", "return it"],
+                )
 
     def _on_fakes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         fakes = _mapped(self._fake_argument, _STAND_INS, args)

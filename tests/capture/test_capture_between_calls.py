@@ -1,0 +1,391 @@
+"""What changes between the calls of a captured step counts as it does eagerly, wherever code reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import (
+    DTensor,
+    Replicate,
+    Shard,
+    capture,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+    no_sync,
+    simulate,
+)
+from shardwise.errors import CaptureError
+
+Case = Callable[[Any], Any]
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+
+def noise(rows: int = 4) -> DTensor:
+    return distribute_tensor(torch.randn(rows, 4), mesh(), [Shard(0)])
+
+
+def full(shape: Any, value: float) -> DTensor:
+    return distribute_tensor(torch.full(shape, value), mesh(), [Replicate()])
+
+
+def linear(**how: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return distribute_module(nn.Linear(4, 4, **how), mesh())
+
+
+def whole(x: Any) -> Any:
+    """A copy without layouts."""
+    if isinstance(x, DTensor):
+        return x.detach().full_tensor().clone()
+    if isinstance(x, torch.Tensor):
+        return x.detach().clone()
+    return [whole(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+
+def weights(model: nn.Module) -> list[Any]:
+    found = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]
+    return whole(found)
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def same(case: Case) -> None:
+    """A case does eagerly and captured the same, bit for bit."""
+
+    def run() -> None:
+        torch.manual_seed(5)
+        eager = whole(case(lambda f: f))
+        torch.manual_seed(5)
+        captured = whole(case(capture))
+        assert equal(eager, captured), (eager, captured)
+
+    simulate(run, world_size=2)
+
+
+def changed(fn: Any, *changes: Callable[[], Any]) -> Case:
+    """Three calls, and one after each change."""
+
+    def case(wrap: Any) -> Any:
+        step = wrap(fn)
+        out = [whole(step(noise())) for _ in range(3)]
+        for change in changes:
+            change()
+            out.append(whole(step(noise())))
+        return out
+
+    return case
+
+
+# ---- what code names ---------------------------------------------------------------------------------
+
+
+def put(holder: Any, key: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(holder, key, value)
+
+
+def test_what_methods_and_classes_read() -> None:
+    def case(wrap: Any) -> Any:
+        class Settings:
+            scale = 1.0
+            table = {"a": 1.0}
+
+        class Loss:
+            power = 1.0
+
+            def __init__(self) -> None:
+                self.alpha = 1.0
+                self.weight: Any = None
+
+            def __call__(self, x: Any) -> Any:
+                y = self.inner(x) * self.half
+                return y if self.weight is None else y * self.weight
+
+            def inner(self, x: Any) -> Any:
+                return x * self.power + self.fixed(x)
+
+            @property
+            def half(self) -> float:
+                return self.alpha / 2
+
+            @staticmethod
+            def fixed(x: Any) -> Any:
+                return x * Settings.scale * Settings.table["a"]
+
+        loss = Loss()
+        changes = [
+            put(Settings, "scale", 2.0),
+            lambda: Settings.table.update(a=3.0),
+            put(Settings, "table", {"a": 5.0}),
+            put(loss, "alpha", 2.0),
+            put(Loss, "power", 3.0),
+            put(loss, "power", 4.0),
+            put(loss, "weight", full((4,), 2.0)),
+            put(loss, "weight", full((4,), 3.0)),
+            put(Loss, "inner", lambda self, x: x),
+        ]
+        return changed(lambda x: loss(x), *changes)(wrap)
+
+    same(case)
+
+
+def test_what_a_library_holds() -> None:
+    def case(wrap: Any) -> Any:
+        library: Any = types.ModuleType("users_library")
+        exec("scale = 1.0\ndef f(x):\n    return x * scale", vars(library))
+        changes = [put(library, "scale", 2.0), put(library, "f", lambda x: x + 1)]
+        return changed(lambda x: library.f(x) * library.scale, *changes)(wrap)
+
+    same(case)
+
+
+def test_methods_of_modules_beside_forward() -> None:
+    class Model(nn.Module):
+        gamma = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = linear()
+            self.alpha = 1.0
+
+        def loss(self, x: Any) -> Any:
+            return self.inner(x) * self.alpha * self.gamma
+
+    def case(wrap: Any) -> Any:
+        model = Model()
+        Model.gamma = 1.0
+        changes = [put(model, "alpha", 2.0), put(Model, "gamma", 3.0)]
+        return changed(lambda x: model.loss(x), *changes)(wrap)
+
+    same(case)
+
+
+def test_settings_of_torchs_modules() -> None:
+    def case(wrap: Any) -> Any:
+        conv = distribute_module(nn.Conv1d(1, 1, 3, padding=1), mesh())
+        model: Any = nn.Sequential(linear(), nn.Softmax(dim=-1), nn.LeakyReLU(0.1), nn.Tanh())
+        model.scale = 1.0
+        changes = [
+            put(model, "scale", 2.0),
+            put(model[1], "dim", 0),
+            put(model[2], "negative_slope", 0.5),
+            put(conv, "padding", (0,)),
+            put(conv, "stride", (2,)),
+        ]
+        fn = lambda x: (model(x - 1) * model.scale, conv(x.unsqueeze(1)))  # noqa: E731
+        return changed(fn, *changes)(wrap)
+
+    same(case)
+
+
+def test_modules_parameters_and_buffers_that_come_and_go() -> None:
+    def case(wrap: Any) -> Any:
+        model: Any = nn.Sequential(linear(bias=False))
+
+        def step(x: Any) -> Any:
+            model.zero_grad()
+            y = model(x)
+            for offset in model.buffers():
+                y = y + offset
+            y.square().mean().backward()
+            return y.detach()
+
+        step, out = wrap(step), []
+        changes = {
+            3: lambda: model.append(nn.Tanh()),
+            5: put(model[0], "bias", nn.Parameter(full((4,), 1.0))),
+            7: lambda: model[0].register_buffer("offset", full((4,), 1.0)),
+            9: put(model[0], "bias", None),
+            10: lambda: model.__delitem__(1),
+        }
+        for i in range(12):
+            changes.get(i, lambda: None)()
+            out += [whole(step(noise())), weights(model)]
+        return out
+
+    same(case)
+
+
+# ---- hooks and modes -----------------------------------------------------------------------------------
+
+
+def test_hooks_of_parameters_optimizers_and_all_modules() -> None:
+    def case(wrap: Any) -> Any:
+        model = nn.Sequential(linear(), nn.ReLU())
+        weight, bias = model[0].weight, model[0].bias
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Any) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        def stepped(*_: Any) -> None:
+            for p in model.parameters():
+                p.grad.mul_(2)
+
+        def doubled(p: Any) -> None:
+            p.grad.mul_(2)
+
+        places = [
+            lambda: weight.register_hook(lambda g: g * 2),
+            lambda: bias.register_post_accumulate_grad_hook(doubled),
+            lambda: optimizer.register_step_pre_hook(stepped),
+            lambda: nn.modules.module.register_module_forward_hook(lambda m, a, y: y * 2),
+        ]
+        step, out = wrap(step), []
+        kept = weight.register_hook(lambda g: g * 3)
+        for place in [lambda: kept, *places]:
+            handle = place()
+            for i in range(4):
+                if i == 2:
+                    handle.remove()
+                step(noise())
+                out.append(weights(model))
+        return out
+
+    same(case)
+
+
+def test_no_sync_around_it() -> None:
+    def case(wrap: Any) -> Any:
+        model = linear()
+        step, out = wrap(lambda x: model(x).square().mean().backward()), []
+        for i in range(8):
+            if i % 3 == 2:
+                step(noise())
+            else:
+                with no_sync():
+                    step(noise())
+            out.append([repr(p.grad.placements) for p in model.parameters()])
+            out.append(weights(model))
+        return out
+
+    same(case)
+
+
+# ---- arguments and results -----------------------------------------------------------------------------
+
+
+def test_results_that_were_there_before_are_the_same_objects() -> None:
+    def case(wrap: Any) -> Any:
+        model = linear()
+
+        def step(x: Any, plain: Any) -> Any:
+            y = x * 2
+            return x, plain, model.weight, y, [y]
+
+        step, out = wrap(step), []
+        for _ in range(4):
+            x, plain = noise(), torch.ones(2)
+            a, b, c, d, (e,) = step(x, plain)
+            out.append([a is x, b is plain, c is model.weight, d is e])
+        assert all(all(each) for each in out)
+        return out
+
+    same(case)
+
+
+def test_results_with_a_history_say_that_they_have_none() -> None:
+    class Held:
+        x: Any = None
+
+    def run() -> None:
+        model, held = linear(), Held()
+
+        def step(x: Any) -> Any:
+            held.x = model(x)
+            return model(x), x.full_tensor() @ model.weight.full_tensor(), x * 2
+
+        captured = capture(step)
+        for _ in range(3):
+            *results, without = captured(noise())
+            assert not without.requires_grad
+            for y in (*results, held.x):
+                assert y.requires_grad
+                y.mul_(2)
+        for y in (*results, held.x):
+            with pytest.raises(CaptureError, match="has no history"):
+                (y.sum() + model.weight.sum()).backward()
+
+    simulate(run, world_size=2)
+
+
+def test_a_history_that_would_stay_in_an_argument_is_refused() -> None:
+    def run() -> None:
+        weight = linear().weight
+        plain = nn.Parameter(torch.ones(4))
+        steps: list[Callable[[Any, Any], Any]] = [
+            lambda x, y: x.mul_(weight),
+            lambda x, y: x[:, 0].mul_(weight.sum()),
+            lambda x, y: y[0].copy_(plain),
+            lambda x, y: torch._foreach_add_([y], [plain]),
+        ]
+        for fn in steps:
+            step = capture(fn)
+            step(noise(), torch.ones(2, 4))
+            x, y = noise(), torch.ones(2, 4)
+            before = whole(x)
+            with pytest.raises(CaptureError, match="writes what has a history into a tensor"):
+                step(x, y)
+            assert torch.equal(whole(x), before)
+            assert torch.equal(y, torch.ones(2, 4))
+            assert x.is_leaf
+            assert y.is_leaf
+            assert not x.requires_grad
+            assert not y.requires_grad
+
+    simulate(run, world_size=2)
+
+
+# ---- calls that reach the dispatcher by other ways --------------------------------------------------------
+
+
+def test_transforms_of_functions() -> None:
+    def case(wrap: Any) -> Any:
+        model = linear()
+        params = dict(model.named_parameters())
+
+        def step(x: Any) -> Any:
+            def loss(p: Any) -> Any:
+                return torch.func.functional_call(model, p, (x,)).square().mean()
+
+            grads, value = torch.func.grad_and_value(loss)(params)
+            return value, *grads.values()
+
+        return changed(step)(wrap)
+
+    same(case)
+
+
+def test_recurrent_layers() -> None:
+    def case(wrap: Any) -> Any:
+        model = distribute_module(nn.LSTM(4, 5), mesh())
+
+        def step(x: Any, steps: int) -> Any:
+            model.zero_grad()
+            y, (h, c) = model(x.unsqueeze(0).expand(steps, -1, -1))
+            y.square().mean().backward()
+            return y.detach(), h.detach(), c.detach()
+
+        step, out = wrap(step), []
+        for i in range(6):
+            out += [whole(step(noise(), 3 if i < 4 else 2)), weights(model)]
+        return out
+
+    same(case)
