@@ -15,7 +15,7 @@ import torch
 
 import shardwise
 from shardwise import Shard, checkpoint, distribute_tensor, simulate
-from shardwise.checkpoint import metadata, saving, storage
+from shardwise.checkpoint import background, metadata, storage
 from shardwise.checkpoint.storage import PhaseEvent
 from shardwise.comm.transport import current
 from shardwise.errors import CheckpointError
@@ -503,8 +503,8 @@ def test_leftovers_go_when_they_are_a_day_old(tmp_path, monkeypatch):
 
 
 def test_training_may_change_the_state_at_once(tmp_path, monkeypatch):
-    real, go = saving._write, threading.Event()
-    monkeypatch.setattr(saving, "_write", lambda job: go.wait(60) and real(job))
+    real, go = background.write, threading.Event()
+    monkeypatch.setattr(background, "write", lambda job: go.wait(60) and real(job))
 
     def run(rank):
         s = state(1)
@@ -524,9 +524,9 @@ def test_training_may_change_the_state_at_once(tmp_path, monkeypatch):
 
 
 def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch):
-    real = saving._leave_note
+    real = background._leave_note
     monkeypatch.setattr(
-        saving,
+        background,
         "_leave_note",
         lambda job, name, text: None if name == "part-1" else real(job, name, text),
     )

@@ -14,12 +14,13 @@ checkpoint.save(state, "runs/a", step=100, keep=3)
 Importing this room also plugs ``DTensor`` into ``torch.distributed.checkpoint`` (``protocol.py``).
 """
 
+from shardwise.checkpoint.background import Saving, async_save
 from shardwise.checkpoint.export import save_safetensors
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.matching import LoadReport, Mismatch
 import shardwise.checkpoint.protocol  # noqa: F401  DTensor learns torch's protocol
 from shardwise.checkpoint.rng import RNG
-from shardwise.checkpoint.saving import Saving, async_save, save
+from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.series import latest, steps
 from shardwise.checkpoint.state_dict import (
     SetReport,

@@ -21,9 +21,9 @@ from shardwise.checkpoint import series
 from shardwise.checkpoint.adapters import unfold
 from shardwise.checkpoint.exchange import Transfer, exchange, rounds
 from shardwise.checkpoint.nested import flatten
+from shardwise.checkpoint.preparing import settled
 from shardwise.checkpoint.records import BLOCK_BYTES, Block
 from shardwise.checkpoint.safetensors import INDEX, NAMES
-from shardwise.checkpoint.saving import settled
 from shardwise.checkpoint.storage import attempt, remove_folder, sync_folder, write_file
 from shardwise.checkpoint.sums import as_bytes
 from shardwise.checkpoint.world import (
