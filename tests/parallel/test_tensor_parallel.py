@@ -18,6 +18,7 @@ from shardwise.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    fully_shard,
     loss_parallel,
     parallelize_module,
 )
@@ -98,15 +99,77 @@ def test_dropout_as_on_one_device(zoo):
         compare(zoo, sequence_plan, 2, dropout=0.2, tied=False)
 
 
+HEADS = [  # (ranks, model): heads that do not divide; three heads of keys for six of queries; fewer than ranks
+    (2, {"width": 20, "heads": 5}),
+    (3, {"width": 20, "heads": 5}),
+    (2, {"width": 24, "heads": 6, "kv_heads": 3}),
+    (4, {"width": 24, "heads": 6, "kv_heads": 3}),
+]
+
+
+def by_heads(plan, width, heads, kv_heads=None):
+    """The plan with attention cut in whole heads."""
+    size, group = width // heads, heads // (kv_heads or heads)
+
+    def make():
+        lines = plan()
+        local = lines["blocks.*.attn.[qkv]"].use_local_output
+        del lines["blocks.*.attn.[qkv]"]
+        more = {"unit": size * group, "use_local_output": local}
+        out = lines["blocks.*.attn.o"].output_layouts
+        lines["blocks.*.attn.q"] = ColwiseParallel(**more)
+        lines["blocks.*.attn.[kv]"] = ColwiseParallel(unit=size, use_local_output=local)
+        lines["blocks.*.attn.o"] = RowwiseParallel(output_layouts=out, **more)
+        return lines
+
+    return make
+
+
+@pytest.mark.parametrize(("ranks", "model"), HEADS)
+@pytest.mark.parametrize("plan", [plain_plan, sequence_plan])
+def test_heads_that_do_not_divide(zoo, plan, ranks, model):
+    make = by_heads(plan, **model)
+    if plan is plain_plan and ranks == 4:
+        with pytest.raises(LayoutError, match="fewer units of 8 than ranks: none on 3"):
+            compare(zoo, make, ranks, **model)
+    else:
+        compare(zoo, make, ranks, **model)
+
+
+def test_uneven_heads_in_a_fully_sharded_model(zoo):
+    torch.manual_seed(1)
+    model = HEADS[2][1]
+    plain = zoo.GPT(**model, layers=1, tied=False).double()
+    batches = [data(batch=4, length=6) for _ in range(2)]
+    expected, losses = zoo.trained(zoo.copy(plain), batches)
+
+    def rank(_):
+        mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ours = zoo.copy(plain)
+        parallelize_module(ours, mesh["tp"], by_heads(plain_plan, **model)())
+        for block in ours.blocks:
+            fully_shard(block, mesh["dp"])
+        fully_shard(ours, mesh["dp"])
+        cut = [Shard(0), Replicate()]
+        mine = [
+            tuple(shardwise.distribute_tensor(t, mesh, cut) for t in batch) for batch in batches
+        ]
+        return zoo.trained(ours, mine)
+
+    for got, seen in shardwise.simulate(rank, 4):
+        zoo.same(got, expected)
+        assert max(abs(a - b) for a, b in zip(seen, losses)) < 1e-9
+
+
 def counted(log):
     return Counter(event.kind for event in log.events)
 
 
-def events(zoo, plan, layers):
+def events(zoo, plan, layers, ranks, width=16, **more):
     def rank(_):
-        mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mesh = shardwise.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         torch.manual_seed(0)
-        model = zoo.GPT(layers=layers, width=16, hidden=64, tied=False)
+        model = zoo.GPT(layers=layers, width=width, hidden=64, tied=False, **more)
         parallelize_module(model, mesh, plan())
         ids, targets = data(length=8)
         zoo.loss_of(model, ids, targets)  # plain tensors are compared at their first call
@@ -116,13 +179,15 @@ def events(zoo, plan, layers):
             loss.backward()
         return forward, backward
 
-    return shardwise.simulate(rank, 2)[0]
+    return shardwise.simulate(rank, ranks)[0]
 
 
-def a_block(zoo, plan):
+def a_block(zoo, plan, ranks=2, **model):
     """What the third block adds to two."""
     out = []
-    for two, three in zip(events(zoo, plan, 2), events(zoo, plan, 3)):
+    for two, three in zip(
+        events(zoo, plan, 2, ranks, **model), events(zoo, plan, 3, ranks, **model)
+    ):
         two, three = two.on(0), three.on(0)
         out.append((counted(three) - counted(two), three.bytes - two.bytes))
     return out
@@ -136,6 +201,19 @@ def test_a_block_sends_two_all_reduces_each_way(zoo):
     forward, backward = a_block(zoo, plain_plan)
     assert forward == ({"all_reduce": 2}, 2 * SIZE)
     assert backward == ({"all_reduce": 2}, 2 * SIZE + 2 * 16 * 4)  # two whole biases
+
+
+@pytest.mark.parametrize(("ranks", "model"), HEADS[:3])
+def test_heads_that_do_not_divide_send_what_even_ones_do(zoo, ranks, model):
+    """Two all-reduces each way, or the gathers and scatters that they are made of, and nothing else."""
+    each = 3 * 8 * model["width"] * 4 * 2 * (ranks - 1) // ranks
+    biases = 2 * model["width"] * 4 * 2 * (ranks - 1) // ranks
+    forward, backward = a_block(zoo, by_heads(plain_plan, **model), ranks, **model)
+    assert forward == ({"all_reduce": 2}, 2 * each)
+    assert abs(backward[1] - 2 * each - biases) <= 2  # the bucket's bytes are rounded down
+    assert backward[0] == {"all_reduce": 2}
+    forward, backward = a_block(zoo, by_heads(sequence_plan, **model), ranks, **model)
+    assert forward[0] == backward[0] == {"all_gather": 2, "reduce_scatter": 2}
 
 
 def test_a_sequence_parallel_block_gathers_and_scatters(zoo):

@@ -122,6 +122,49 @@ def test_what_moves() -> None:
     assert bytes_moved(partial(attend, dropout_p=0.5), operands, (2,), ((S(1),),) * 3) == 0
 
 
+def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    return attend(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+
+
+def expanded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As transformers repeats keys and values."""
+    (b, few, n, width), heads = k.shape, q.shape[1]
+    k, v = (
+        t[:, :, None].expand(b, few, heads // few, n, width).reshape(b, heads, n, width)
+        for t in (k, v)
+    )
+    return attend(q, k, v)
+
+
+@pytest.mark.parametrize(("few", "group", "ranks"), [(3, 2, 2), (5, 3, 4), (2, 2, 4)])
+@pytest.mark.parametrize("call", [partial(attend, enable_gqa=True), repeated, expanded])
+def test_groups_of_heads_that_do_not_divide_stay_where_they_are(
+    call: Any, few: int, group: int, ranks: int
+) -> None:
+    """Query heads in units of a group: forward and backward as on one device, and nothing is sent."""
+    operands = qkv(2, few * group, 3, 4, few)
+    whole = [x.clone().requires_grad_() for x in operands]
+    want = call(*whole)
+    grads = torch.autograd.grad(want.square().sum(), whole)
+
+    def on_rank() -> None:
+        mesh = init_device_mesh("cpu", (ranks,))
+        units = group, 1, 1
+        mine = [
+            distribute_tensor(x, mesh, [S(1, unit=n)]).requires_grad_()
+            for x, n in zip(operands, units)
+        ]
+        with CommLog() as log:
+            got = call(*mine)
+            back = torch.autograd.grad(got, mine, got.detach() * 2)
+        assert not log.events
+        for a, b in zip((got, *back), (want, *grads), strict=True):
+            torch.testing.assert_close(a.full_tensor().detach(), b.detach())
+
+    simulate(on_rank, ranks)
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}])
 def test_dropout_is_that_of_one_device(options: dict[str, Any]) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

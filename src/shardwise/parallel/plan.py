@@ -157,6 +157,7 @@ def _parameters(
             name = f"{m.name}.{key}" if m.name else key
             check_not_reduced(name, p, "parallelize_module")
             layout = Layout.of(mesh, (placement,), p.shape, None, p.dtype)
+            m.style.check_layout(name, layout)
             before = wanted.setdefault(id(p), (name, layout))
             if before[1] is not layout:
                 raise LayoutError(

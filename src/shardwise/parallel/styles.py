@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import LayoutError
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placement, Replicate, Shard
 from shardwise.parallel.crossing import entered, left, moved, passed
@@ -47,6 +48,14 @@ class ParallelStyle:
         """The placement of each of the module's own parameters that is to be distributed, by name."""
         return {}
 
+    def check_layout(self, name: str, layout: Layout) -> None:
+        """Raise a `LayoutError` if a parameter cannot be laid out so. Nothing has been changed yet.
+
+        Args:
+            name: The parameter's, for the message.
+            layout: Its layout, from `layouts`.
+        """
+
     def attach(self, module: nn.Module, mesh: Mesh) -> None:
         """Register hooks that place what goes into the module and what comes out."""
 
@@ -66,13 +75,30 @@ def _known_sizes(module: nn.Module) -> dict[int, int]:
 
 
 class _Features(ParallelStyle):
-    """One tensor in, one out, around a linear map."""
+    """One tensor in, one out, around a linear map whose features are cut, in whole units where one is given."""
 
     def __init__(
-        self, given: Placement, wanted: Placement | None, gives: Placement, local: bool
+        self,
+        given: Placement,
+        wanted: Placement | None,
+        gives: Placement,
+        local: bool,
+        unit: int | None,
     ) -> None:
-        self.input_layouts, self.output_layouts = given, gives
+        self.input_layouts, self.output_layouts, self.unit = given, gives, unit
         self.desired_input_layouts, self.use_local_output = wanted, local
+
+    def check_layout(self, name: str, layout: Layout) -> None:
+        """Plain code on a rank without a head cannot tell how many there are: ``view(.., -1, size)`` fails there."""
+        if self.unit is None or not self.use_local_output:
+            return
+        empty = [c[0] for c in layout.mesh.coordinates() if 0 in layout.box(c)[1]]
+        if empty and layout.numel:
+            raise LayoutError(
+                f'"{name}", {layout}, has fewer units of {self.unit} than ranks: none on '
+                f"{', '.join(map(str, empty))}.",
+                tries=["use_local_output=False: DTensors between the layers"],
+            )
 
     def check(self, module: nn.Module, name: str) -> None:
         """Only a Linear or an Embedding has features to cut."""
@@ -107,9 +133,12 @@ class ColwiseParallel(_Features):
         input_layouts: How a plain input is placed; default ``Replicate()``.
         output_layouts: How the output is placed; default ``Shard(-1)``: as it is computed.
         use_local_output: Give this rank's plain piece; else a DTensor.
+        unit: Cut whole units of so many features: the size of an attention head, so that 5 heads over 2 ranks are
+            3 and 2. Where several query heads share a head of keys, the queries are cut in units of all of them.
 
     Example:
         >>> parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        >>> heads = {"[qkv]": ColwiseParallel(unit=64), "o": RowwiseParallel(unit=64)}
     """
 
     def __init__(
@@ -118,19 +147,21 @@ class ColwiseParallel(_Features):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        unit: int | None = None,
     ) -> None:
         super().__init__(
             input_layouts or Replicate(),
             Replicate(),
-            output_layouts or Shard(-1),
+            output_layouts or Shard(-1, unit=unit),
             use_local_output,
+            unit,
         )
 
     def layouts(self, module: nn.Module) -> dict[str, Placement]:
         """Weight and bias by output features."""
         if isinstance(module, nn.Embedding):
-            return {"weight": Shard(1)}
-        return {"weight": Shard(0), "bias": Shard(0)}
+            return {"weight": Shard(1, unit=self.unit)}
+        return {"weight": Shard(0, unit=self.unit), "bias": Shard(0, unit=self.unit)}
 
 
 class RowwiseParallel(_Features):
@@ -143,6 +174,7 @@ class RowwiseParallel(_Features):
             whole indices, say ``Replicate()``.
         output_layouts: How the output is placed; default ``Replicate()``.
         use_local_output: Give this rank's plain piece; else a DTensor.
+        unit: Cut whole units of so many features, as the `ColwiseParallel` before it does.
     """
 
     def __init__(
@@ -151,20 +183,25 @@ class RowwiseParallel(_Features):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        unit: int | None = None,
     ) -> None:
         super().__init__(
-            input_layouts or Shard(-1), None, output_layouts or Replicate(), use_local_output
+            input_layouts or Shard(-1, unit=unit),
+            None,
+            output_layouts or Replicate(),
+            use_local_output,
+            unit,
         )
 
     def wanted(self, module: nn.Module) -> Placement:
         """A Linear takes its input cut, an Embedding whole."""
-        return Replicate() if isinstance(module, nn.Embedding) else Shard(-1)
+        return Replicate() if isinstance(module, nn.Embedding) else Shard(-1, unit=self.unit)
 
     def layouts(self, module: nn.Module) -> dict[str, Placement]:
         """Weight by input features, bias whole."""
         if isinstance(module, nn.Embedding):
-            return {"weight": Shard(0)}
-        return {"weight": Shard(1), "bias": Replicate()}
+            return {"weight": Shard(0, unit=self.unit)}
+        return {"weight": Shard(1, unit=self.unit), "bias": Replicate()}
 
 
 class SequenceParallel(ParallelStyle):

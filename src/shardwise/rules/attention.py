@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from shardwise.layout import boxes
 from shardwise.layout.boxes import restride
+from shardwise.layout.cut import plain
 from shardwise.random import dropout_mask
 from shardwise.rules.notation import (
     ONE,
@@ -51,7 +53,9 @@ def scaled_dot_product_attention(
         grouped = False  # one key head serves any heads; other cases are torch's to refuse
         if not key.shape[-3] == value.shape[-3] == 1:
             return None
-    picks = grouped and key.shape[-3] % _head_shards(query, key, value) != 0
+    even = grouped and key.shape[-3] % _head_shards(query, key, value) == 0
+    alike = grouped and not even and _groups_whole(query, key, value)
+    picks = grouped and not even and not alike
     ins = {
         query: (*aligned_lead(query, lead), "l", WHOLE),
         key: (*_key_lead(key, lead, picks), WHOLE, WHOLE),
@@ -76,6 +80,7 @@ def scaled_dot_product_attention(
         ((*lead, "l", "f"),),
         special=frozenset(special | ({"h"} if picks else set())),
         divides={"h": key.shape[-3]} if grouped and not picks else {},
+        scaled=frozenset("h") if alike else frozenset(),
         linear=(frozenset([value]),) if value not in (query, key, attn_mask) else (),
         local=local,
         always_local=dropout_p > 0 or some_empty(ins),
@@ -98,6 +103,20 @@ def _head_shards(*args: Arg) -> int:
     """Into how many pieces the heads may be cut: over all axes that cut them somewhere."""
     axes = {a for arg in args for a in arg.layout.dims[arg.ndim - 3]}
     return math.prod(args[0].layout.mesh.shape[a] for a in axes)
+
+
+def _groups_whole(query: Arg, *others: Arg) -> bool:
+    """Whether query heads are cut between groups, just as the heads of keys and values are, in any sizes."""
+    ranks, d = query.layout.mesh.shape, query.ndim - 3
+    mine = boxes.pieces(query.shape[d], query.layout.dims[d], ranks)
+    for other in others:
+        group = query.shape[d] // max(1, other.shape[d])
+        theirs = boxes.pieces(other.shape[d], other.layout.dims[d], ranks)
+        if plain(query.layout.dims[d]) != plain(other.layout.dims[d]):
+            return False
+        if [n for _, n in mine] != [group * n for _, n in theirs]:
+            return False
+    return True
 
 
 def _result_shape(query: Arg, key: Arg, value: Arg, grouped: bool) -> tuple[int, ...] | None:

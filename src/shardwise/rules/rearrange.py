@@ -184,16 +184,19 @@ def repeat_interleave(
             ins[:1] or (WHOLE,),
             (numel * repeats,),
             divides={"d0": first},
+            scaled=frozenset(["d0"]),
             view=False,
         )
     at = one_dim(dim, input.ndim)
     if at is None or not input.ndim:
         return None
     shape = (*input.shape[:at], input.shape[at] * repeats, *input.shape[at + 1 :])
+    names = numbered("d", input.ndim)
     if input.layout.is_even_dim(at):
-        names = numbered("d", input.ndim)
         return view_of(input, names, names, shape, view=False)
-    return mapped(input, {at: lambda i: i // repeats}, shape)
+    divides = {names[at]: input.shape[at]}
+    scaled = frozenset([names[at]])  # each row is repeated where it is
+    return view_of(input, names, names, shape, divides=divides, scaled=scaled, view=False)
 
 
 # -- more elements ---------------------------------------------------------------------------------
