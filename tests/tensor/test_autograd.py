@@ -703,6 +703,70 @@ def test_plain_tensor_gets_the_whole_gradient(shape: Any, ps: Any) -> None:
     on_mesh(shape, fn)
 
 
+def filled(total: Any, put: Callable[[Any], Any]) -> Any:
+    put(total)
+    return total
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "add_": lambda t, x: t.add_(x),
+    "+=": lambda t, x: filled(t, lambda t: t.__iadd__(x)),
+    "mul_": lambda t, x: t.mul_(x),
+    "copy_": lambda t, x: t.copy_(x),
+    "fill_": lambda t, x: t.fill_(x.sum()),
+    "lerp_": lambda t, x: t.lerp_(x, 0.3),
+    "a row": lambda t, x: filled(t, lambda t: t.__setitem__(0, x[0])),
+    "a number": lambda t, x: filled(t, lambda t: t.__setitem__((0, 0), x.sum())),
+    "a slice": lambda t, x: filled(t, lambda t: t[:2].copy_(x[:2])),
+    "index_add_": lambda t, x: t.index_add_(0, torch.arange(len(x)), x),
+    "what is used on": lambda t, x: t.add_(x) * x,
+}
+
+
+@placed
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_plain_tensor_takes_in_a_dtensor(shape: Any, ps: Any, name: str, leaf: bool) -> None:
+    x, _ = pair()
+    start = torch.randn_like(x)
+
+    def fn(mesh: Any) -> None:
+        got = []
+        for t in (x.clone(), lay_out(x, mesh, ps)):
+            t.requires_grad_()
+            total = start.clone().requires_grad_(leaf)
+            out = WRITES[name](total.clone(), t)
+            out.sin().square().sum().backward()
+            got.append((out, t.grad, total.grad))
+        (want, g, h), (out, dg, dh) = got
+        close(out, want) if isinstance(out, DTensor) else torch.testing.assert_close(out, want)
+        close(dg, g)
+        assert (dh is None) == (h is None)
+        if h is not None:
+            torch.testing.assert_close(dh, h)
+
+    on_mesh(shape, fn)
+
+
+@placed
+def test_a_plain_seed_gets_the_whole_gradient(shape: Any, ps: Any) -> None:
+    x, _ = pair()
+    v = torch.randn_like(x)
+
+    def fn(mesh: Any) -> None:
+        got = []
+        for t in (x.clone(), lay_out(x, mesh, ps)):
+            t.requires_grad_()
+            seed = v.clone().requires_grad_()
+            (g,) = torch.autograd.grad(t.tanh(), t, seed, create_graph=True)
+            g.square().sum().backward()
+            got.append((t.grad, seed.grad))
+        close(got[1][0], got[0][0])
+        torch.testing.assert_close(got[1][1], got[0][1])
+
+    on_mesh(shape, fn)
+
+
 @pytest.mark.parametrize(
     ("shape", "ps"), [*PLACED, ((2, 2), (P, R)), ((2, 2), (R, R)), ((2, 2), (P, S1))], ids=str
 )

@@ -13,6 +13,7 @@ from shardwise.comm.execute import mover
 from shardwise.compat import run_backward
 from shardwise.errors import GradientError, LayoutError
 from shardwise.program.spec import Spec
+from shardwise.tensor.casts import onto
 from shardwise.tensor.dtensor import DTensor, wrap, wrap_like
 from shardwise.tensor.gradient_edges import plain_edge, spec_of_edge
 from shardwise.tensor.gradients import seed
@@ -84,7 +85,7 @@ def given(spec: Spec, g: Tensor) -> Tensor:
         )
         local = g._local
     else:
-        src, local = dual.replicated(), g
+        src, local = dual.replicated(), onto(g, dual.mesh)
     how = mover(src, src.with_placement(dual.dims, dual.partial), spec.transport)
     if isinstance(g, DTensor):
         if len(known) > 4096:

@@ -41,7 +41,14 @@ from shardwise.tensor.readings import READING, plain_form
 from shardwise.tensor.strides import agrees, in_order
 from shardwise.tensor.transforms import refuse_tracing
 from shardwise.tensor.views import fresh, mark_copies
-from shardwise.tensor.whole import check_writable, functional_form, write_into, writes
+from shardwise.tensor.whole import (
+    check_writable,
+    functional_form,
+    write_into,
+    write_plain,
+    writes,
+    writes_plain,
+)
 from shardwise.tensor.writes import write_to_copy, writes_to_copy
 
 MAX_PROGRAMS = 16384
@@ -153,6 +160,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return special(func, args, kwargs)
     if jit_tracing() is not None:
         refuse_tracing()
+    if writes_plain(func, args, kwargs):
+        return write_plain(func, args, kwargs)
     if kwargs.get("out") is not None and not is_custom_op(func):
         return into_out(func, args, kwargs)
     if kwargs.get("requires_grad"):  # a new leaf: its gradient is watched

@@ -151,6 +151,52 @@ def write_into(target: DTensor, value: DTensor) -> DTensor:
     return target
 
 
+def writes_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes into a plain tensor where autograd looks on."""
+    return (
+        bool(args)
+        and isinstance(args[0], Tensor)
+        and not isinstance(args[0], DTensor)
+        and torch.is_grad_enabled()
+        and writes(getattr(func, "__name__", ""))
+        and any(isinstance(x, Tensor) and x.requires_grad for x in _leaves((args, kwargs)))
+    )
+
+
+def write_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write DTensors into a plain tensor that is, or will be, part of each rank's own program.
+
+    They leave as ``full_tensor()`` lets them: the gradient of the plain tensor is whole on every rank, and must not be
+    summed over the ranks.
+    """
+    leaving: list[DTensor] = [x for x in _leaves((args, kwargs)) if isinstance(x, DTensor)]
+    if any(x._spec.coord is None for x in leaving):
+        return args[0]  # a rank outside the mesh has nothing to write
+    whole = {id(x): x.full_tensor() for x in leaving}
+    return func(*_replaced(args, whole), **_replaced(kwargs, whole))
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, (tuple, list)):
+        return [leaf for x in tree for leaf in _leaves(x)]
+    if isinstance(tree, dict):
+        return [leaf for x in tree.values() for leaf in _leaves(x)]
+    if isinstance(tree, slice):
+        return [tree.start, tree.stop, tree.step]
+    return [tree]
+
+
+def _replaced(tree: Any, whole: dict[int, Tensor]) -> Any:
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([_replaced(x, whole) for x in tree])
+    if kind is dict:
+        return {name: _replaced(x, whole) for name, x in tree.items()}
+    if kind is slice:
+        return slice(*(_replaced(x, whole) for x in (tree.start, tree.stop, tree.step)))
+    return whole.get(id(tree), tree) if kind is DTensor else tree
+
+
 def check_writable(
     func: Any, tensors: Sequence[Tensor], tree: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
