@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 import functools
 import sys
@@ -88,11 +89,15 @@ def add_foreach_type(cls: type) -> None:
             types.append(cls)
 
 
-def fake_mode() -> Any:
-    """A new FakeTensorMode: real kernel choice, no data."""
+def fake_mode(*, shapes: bool = False) -> Any:
+    """A new FakeTensorMode: real kernel choice, no data. With ``shapes`` it can be traced by inductor."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode()
+    if not shapes:
+        return FakeTensorMode()
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def is_fake(x: object) -> bool:
@@ -499,14 +504,51 @@ tree_unflatten: Any = torch.utils._pytree.tree_unflatten
 tree_map_only: Any = torch.utils._pytree.tree_map_only
 
 
-def compile_flat(graph: Any, inputs: list[Any]) -> Any:
-    """A graph of ATen calls on flat tensors, compiled by inductor for inputs like these; it writes in place what it does."""
+def compile_flat(graph: Any, inputs: list[Any], mode: Any) -> Callable[[list[Any]], Any]:
+    """A graph of ATen calls on flat tensors, compiled by inductor; it writes in place what the graph does.
+
+    Args:
+        graph: The graph; it is used up.
+        inputs: Fakes like the tensors that a run gets.
+        mode: Their mode, of `fake_mode(shapes=True)`.
+
+    Returns:
+        A function of the list of inputs, which it empties. Where nothing of autograd's is left to be done after a run,
+        it is what inductor made: the wrapper around it takes as long as a small graph.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it imports
-        from torch._inductor.compile_fx import compile_fx
+        from torch._guards import TracingContext, tracing
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    with torch.no_grad():
-        return compile_fx(graph, inputs)
+    inner: list[tuple[int, Any]] = []
+
+    def keep(gm: Any, examples: Any, **how: Any) -> Any:
+        inner.append((len(examples), compile_fx_inner(gm, examples, **how)))
+        return inner[-1][1]
+
+    gives = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
+    # the key of the step holds shapes and strides; with a context inductor keeps what it compiled on disk
+    with torch.no_grad(), config.patch(size_asserts=False):
+        context = TracingContext(mode)
+        with tracing(context):
+            wrapped: Any = compile_fx(graph, inputs, inner_compile=keep)
+    meta = context.fw_metadata
+    plain = (
+        len(inner) == 1
+        and inner[0][0] == len(inputs)
+        and meta is not None
+        and meta.num_outputs == gives
+        and meta.num_mutated_inp_runtime_indices == 0
+        and meta.num_intermediate_bases == 0
+        and not meta.tokens
+        and not meta.is_rng_op_functionalized
+    )
+    if not plain:
+        return lambda tensors: wrapped(*tensors)
+    made = inner[0][1]
+    return getattr(made, "current_callable", None) or made
 
 
 def global_hooks() -> tuple[Any, ...]:

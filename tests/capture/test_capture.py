@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from typing import Any
 
 import pytest
@@ -554,23 +553,6 @@ def test_predicted_bytes_are_counted_bytes_and_explain_says_so() -> None:
     first, last = text.splitlines()[1], text.split("\n\n")[0].splitlines()[-1]
     assert "10 all_reduce" in first
     assert last.rstrip().endswith(str(size))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_compiled_by_inductor() -> None:
-    def run() -> None:
-        mesh = on_mesh()
-        outs = []
-        for how in ({}, {"compile": "inductor"}):
-            step, model, optimizer, after = adamw(mesh, clip=False, foreach=True)
-            step = capture(step, **how)
-            losses = train(step, mesh, 6, after)
-            outs.append([*losses, *everything(model, optimizer)])
-        for a, b in zip(*outs, strict=True):
-            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), (a, b)
-
-    two(run)
 
 
 def test_passes_that_would_send_in_another_order_on_one_rank_are_left_out_on_all() -> None:

@@ -69,6 +69,14 @@ def explain(captured: Any) -> str:
                 )
             )
         lines += ["", *_table(cells)]
+    made = one.compiled
+    if made is not None:
+        sizes = ", ".join(map(str, made.parts))
+        lines += [
+            "",
+            f"compiled: {len(made.parts)} parts of {sizes} calls, in {made.seconds:.1f} s; "
+            f"between them {made.loose} calls run one by one",
+        ]
     loose = [slot for _, slot in one.step.inputs if slot.role == "closed-over"]
     if loose:
         lines += [

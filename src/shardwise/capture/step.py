@@ -26,7 +26,7 @@ from shardwise.capture.check import (
     ranks_of,
 )
 from shardwise.capture.cost import is_heavy
-from shardwise.capture.inductor import compiled
+from shardwise.capture.inductor import Compiled, compiled
 from shardwise.capture.ir import Step
 from shardwise.capture.order import facts_of, settle
 from shardwise.capture.passes import DEFAULT, Pass
@@ -226,16 +226,16 @@ class Captured:
         else:
             facts = known[0]
         settle(recording.step, facts)
-        found = CapturedStep(recording, self.passes, self.compiler, state, memory)
-        order = order_of(found.step)
+        found = CapturedStep(recording, self.passes, state, memory)
+        order, first = order_of(found.step), known is None
         if known is None:
             same = alike(transport, ranks, order)
             known = own.agreed[digest] = facts, order if same else None
             if not same:
                 emit(FallbackEvent(f"capture of {self.__name__}", _DISAGREE, user_site()))
         if known[1] is None:  # as recorded all agree
-            return CapturedStep(recording, (), self.compiler, state, memory)
-        if order != known[1]:
+            found = CapturedStep(recording, (), state, memory)
+        elif order != known[1]:
             raise CaptureError(
                 f"{self.__name__}: this rank would send in another order than the ranks have agreed on.",
                 tries=[
@@ -243,6 +243,14 @@ class Captured:
                     "capture(..., passes=[simplify])",
                 ],
             )
+        try:
+            found.prepare(self.compiler)
+        except Exception as error:
+            if first and self.compiler is not None:
+                agree(transport, ranks, [], f"{type(error).__name__}: {error}")
+            raise
+        if first and self.compiler is not None:  # lest one waits for a rank that cannot compile
+            agree(transport, ranks, [], None)
         return found
 
     def _record(self, own: _OfRank, state: State, args: Any, kwargs: Any) -> Recording:
@@ -351,7 +359,8 @@ class CapturedStep:
         recording: As recorded.
         log: For each pass its name and the step after it.
         step: After all passes.
-        execute: Runs it on its inputs.
+        compiled: Its parts, if they are compiled.
+        execute: Runs it on its inputs, once it is prepared.
         missed: Calls that went the careful way since the last quick one was made.
         patience: How many of these before another is made.
     """
@@ -360,7 +369,6 @@ class CapturedStep:
         self,
         recording: Recording,
         passes: Sequence[Pass],
-        compiler: str | None = None,
         state: State | None = None,
         memory: Sequence[Any] = (),
     ) -> None:
@@ -373,7 +381,8 @@ class CapturedStep:
             self.log.append((_name_of(p), step))
         self.step = step
         self.missed, self.patience = 0, 1
-        self.execute = compiled(step) if compiler == "inductor" else executor(step)
+        self.compiled: Compiled | None = None
+        self.execute: Any = None
         self._getters = [slot.get for _, slot in step.inputs]
         self._cells = [c for c, _ in recording.read]
         self._known = [x for _, x in recording.read]
@@ -381,6 +390,18 @@ class CapturedStep:
         self._roots = self._of_state()
         self._aliases = [self._roots.get(m[0]) for m in memory]
         self._results = len(recording.results.places)
+
+    def prepare(self, compiler: str | None) -> None:
+        """Make what runs it; ``"inductor"`` compiles the local parts.
+
+        Raises:
+            CaptureError: The compiler failed.
+        """
+        if compiler is None:
+            self.execute = executor(self.step)
+        else:
+            self.compiled = compiled(self.step)
+            self.execute = self.compiled.run
 
     def fits(self, memory: Sequence[Any] = ()) -> bool:
         """Whether the places that it reads still hold what they held, or the like; ``memory`` is the arguments'."""
@@ -538,8 +559,8 @@ def _surroundings(state: State, lifted: Collection[str]) -> tuple[Any, ...]:
 def _kind(x: Any) -> Any:
     """What a tensor may change while it remains itself; None if nothing of it is looked at."""
     if isinstance(x, DTensor):
-        return x._spec
-    return (x.shape, x.dtype) if isinstance(x, Tensor) else None
+        return x._spec, x._local.stride()
+    return (x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else None
 
 
 def _alike(now: Any, known: Any) -> bool:
