@@ -29,6 +29,7 @@ NEUTRAL = {"sum": 0, "product": 1}  # what adds nothing; any copy does for max a
 
 # sizes, then stride and offset in the tensor that is read, and in the one that is written
 _Copy = tuple[Ints, Ints, int, Ints, int]
+_Part = tuple[int, Box, int]  # place in the group, what, which addend
 # addend, whether it stays here, from what came (or from the operand) to the result, and where there
 _Receive = tuple[int, bool, _Copy, Slices]
 
@@ -91,53 +92,64 @@ class OneShot:
         self._need = none if to is None else dst.box(to)
         own = place[me]
         self.in_splits, self.out_splits = [0] * len(ranks), [0] * len(ranks)
-        for p in exchange.gives(me):
-            self.in_splits[place[p.rank]] = math.prod(p.box[1])
-        for p in exchange.takes(me):
-            self.out_splits[place[p.rank]] = math.prod(p.box[1])
         self.op = exchange.op
         self._addends = math.prod(src.mesh.shape[a] for a in exchange.settled)
-        few = sum(map(bool, self.in_splits)) + sum(map(bool, self.out_splits)) <= FEW
-        self._plan = self._work_out() if few else None
-        self.direct = False
-        if few and self.op is None:
-            gives, takes = self._list()
-            self.direct = _tiles([box for _, box in gives], self._held) and _tiles(
-                [box for _, box, _ in takes], self._need
+        self._plan, self.direct = None, False
+        if 2 * len(ranks) <= FEW or self._count(place) <= FEW:
+            gives, takes = self._list(place)
+            _fill(self.in_splits, gives)
+            _fill(self.out_splits, takes)
+            self._plan = self._work_out(gives, takes, own)
+            self.direct = (
+                self.op is None
+                and _tiles([box for _, box, _ in gives], self._held)
+                and _tiles([box for _, box, _ in takes], self._need)
             )
         if not self.direct:  # what stays here need not travel through the buffers
             self.in_splits[own] = self.out_splits[own] = 0
         self._sent = sum(self.in_splits)
 
-    def _list(self) -> tuple[list[tuple[int, Box]], list[tuple[int, Box, int]]]:
-        """What goes to whom and comes from whom, in group order, what stays here included."""
+    def _count(self, place: dict[int, int]) -> int:
+        """Find the sizes without a list of all pieces; how many there are."""
         me = self.transport.rank
-        place = {rank: i for i, rank in enumerate(self.ranks)}
-        gives = sorted((place[p.rank], p.box) for p in self.exchange.gives(me))
-        takes = sorted((place[p.rank], p.box, p.addend) for p in self.exchange.takes(me))
-        return gives, takes
+        for p in self.exchange.gives(me):
+            self.in_splits[place[p.rank]] = math.prod(p.box[1])
+        for p in self.exchange.takes(me):
+            self.out_splits[place[p.rank]] = math.prod(p.box[1])
+        return sum(map(bool, self.in_splits)) + sum(map(bool, self.out_splits))
 
-    def _work_out(self) -> _Plan:
+    def _list(self, place: dict[int, int]) -> tuple[list[_Part], list[_Part]]:
+        """What goes to whom and comes from whom, in group order, what stays here included."""
+        me, exchange = self.transport.rank, self.exchange
+        gives = [(place[p.rank], p.box, p.addend) for p in exchange.gives(me)]
+        takes = [(place[p.rank], p.box, p.addend) for p in exchange.takes(me)]
+        return sorted(gives), sorted(takes)
+
+    def _listed(self) -> _Plan:
+        """The plan: kept, or worked out for one use."""
+        if self._plan is not None:
+            return self._plan
+        place = {rank: i for i, rank in enumerate(self.ranks)}
+        return self._work_out(*self._list(place), place[self.transport.rank])
+
+    def _work_out(self, gives: list[_Part], takes: list[_Part], own: int) -> _Plan:
         """Where in memory everything comes from and goes to."""
-        own = self.ranks.index(self.transport.rank)
-        gives, takes = self._list()
+        held, need = _Memory(self._held), _Memory(self._need)
         sends: list[_Copy] = []
         start = 0
-        for i, box in gives:
+        for i, box, _ in gives:
             if i != own:
-                sends.append(
-                    (box[1], *_strided(self._held, box), contiguous_stride(box[1]), start)
-                )
+                sends.append((box[1], *held.at(box), contiguous_stride(box[1]), start))
                 start += math.prod(box[1])
         receives: list[_Receive] = []
         start = 0
         for i, box, k in takes:
             if i == own:
-                part = _strided(self._held, box)
+                part = held.at(box)
             else:
                 part = contiguous_stride(box[1]), start
                 start += math.prod(box[1])
-            copy = (box[1], *part, *_strided(self._need, box))
+            copy = (box[1], *part, *need.at(box))
             receives.append((k, i == own, copy, within(self._need, box)))
         if self.op is not None:
             receives.sort(key=lambda r: r[0])
@@ -152,7 +164,7 @@ class OneShot:
             shape = self.shape
             return x.reshape(-1), self.in_splits, self.out_splits, lambda got: got.view(shape)
         x = x.contiguous()
-        plan = self._plan or self._work_out()
+        plan = self._listed()
         buffer = x.new_empty(self._sent)
         base = x.storage_offset()
         for sizes, stride, offset, to_stride, to in plan.sends:
@@ -202,15 +214,28 @@ def exchange(step: Any, x: Tensor) -> Tensor:
     return finish(got)
 
 
+def _fill(splits: list[int], parts: list[_Part]) -> None:
+    for i, box, _ in parts:
+        splits[i] = math.prod(box[1])
+
+
 def within(base: Box, part: Box) -> Slices:
     """Where a box lies inside a larger one."""
     return tuple(slice(o - b, o - b + s) for o, b, s in zip(part[0], base[0], part[1]))
 
 
-def _strided(base: Box, part: Box) -> tuple[Ints, int]:
-    """Stride and offset of a box in the row-major memory of a larger one."""
-    stride = contiguous_stride(base[1])
-    return stride, sum((o - b) * n for o, b, n in zip(part[0], base[0], stride))
+class _Memory:
+    """The row-major memory of a box."""
+
+    __slots__ = ("_offsets", "_stride")
+
+    def __init__(self, box: Box) -> None:
+        self._offsets, self._stride = box[0], contiguous_stride(box[1])
+
+    def at(self, part: Box) -> tuple[Ints, int]:
+        """Stride and offset of a box inside it."""
+        stride = self._stride
+        return stride, sum([(o - b) * n for o, b, n in zip(part[0], self._offsets, stride)])
 
 
 def _tiles(parts: Sequence[Box], whole: Box) -> bool:

@@ -31,9 +31,10 @@ class Counts:
     def __init__(self, layout: Layout) -> None:
         self.mesh, self.shape = layout.mesh, layout.shape
         self.exact = len(layout.mesh.ranks) <= SAMPLE
-        self._coords: list[Axes] = []
+        self._columns: list[tuple[int, ...]] = []
+        self._at: dict[Axes, Sequence[int]] = {}
         self._sizes: dict[Axes, int] = {}
-        self._masks: dict[Axes, int] = {}
+        self._masks: dict[Dims, list[int]] = {}
         self._numels: dict[Dims, float] = {}
         self._largest: dict[tuple[int, Axes, int], float] = {}
         self._pieces: dict[tuple[int, Axes], list[Range]] = {}
@@ -78,16 +79,10 @@ class Counts:
 
     def held(self, have: Dims, want: Dims) -> float:
         """What a rank holds of what it needs."""
-        masks = self._masks
         seen = shared = 0
         together: list[int] = []
-        for entries in zip(have, want):
-            both = 0
-            for axes in entries:
-                mask = masks.get(axes)
-                if mask is None:
-                    mask = masks[axes] = sum(1 << a for a in axes)
-                both |= mask
+        for a, b in zip(self._mask(have), self._mask(want)):
+            both = a | b
             together.append(both)
             shared |= seen & both
             seen |= both
@@ -100,6 +95,13 @@ class Counts:
             else:
                 cut = list(map(mul, cut, self._overlap(d, a, b)))
         return out if cut is None else out * sum(cut) / len(cut)
+
+    def _mask(self, dims: Dims) -> list[int]:
+        """For each dim its axes, as bits."""
+        found = self._masks.get(dims)
+        if found is None:
+            found = self._masks[dims] = [sum([1 << a for a in axes]) for axes in dims]
+        return found
 
     def most_held(self, have: Dims, want: Dims) -> float:
         """``held``, or where that is an estimate more than it can be."""
@@ -129,10 +131,14 @@ class Counts:
         """``_share`` of each rank looked at."""
         found = self._overlaps.get((dim, a, b))
         if found is None:
-            here, there = self._ranges(dim, a), self._ranges(dim, b)
-            found = [
-                max(0, min(o + n, p + m) - max(o, p)) for (o, n), (p, m) in zip(here, there)
-            ]
+            found = []
+            for (start, n), (other, m) in zip(self._ranges(dim, a), self._ranges(dim, b)):
+                end, low = start + n, start
+                if other + m < end:
+                    end = other + m
+                if other > low:
+                    low = other
+                found.append(end - low if end > low else 0)
             self._overlaps[dim, a, b] = found
         return found
 
@@ -140,18 +146,26 @@ class Counts:
         """The pieces of a dim that the ranks looked at hold."""
         found = self._pieces.get((dim, axes))
         if found is None:
-            if not self._coords:
-                self._coords = sample(self.mesh)
-            n, shape = self.shape[dim], self.mesh.shape
-            known: dict[Axes, Range] = {}
-            found = []
-            for coord in self._coords:
-                at = tuple([coord[a] for a in axes])
-                piece = known.get(at)
-                if piece is None:
-                    piece = known[at] = boxes.piece(n, axes, shape, coord)
-                found.append(piece)
-            self._pieces[dim, axes] = found
+            pieces = boxes.pieces(self.shape[dim], axes, self.mesh.shape)
+            found = self._pieces[dim, axes] = [pieces[i] for i in self._places(axes)]
+        return found
+
+    def _places(self, axes: Axes) -> Sequence[int]:
+        """Which piece of a dim cut over these axes each rank looked at holds."""
+        found = self._at.get(axes)
+        if found is None:
+            if not axes:
+                found = [0] * min(SAMPLE, len(self.mesh.ranks))
+            else:
+                if not self._columns:
+                    self._columns = list(zip(*sample(self.mesh)))
+                column = self._columns[axes[-1]]
+                if len(axes) == 1:
+                    found = column
+                else:
+                    k = self.mesh.shape[axes[-1]]
+                    found = [i * k + j for i, j in zip(self._places(axes[:-1]), column)]
+            self._at[axes] = found
         return found
 
 
