@@ -18,10 +18,14 @@ from shardwise.capture.number import HINT
 from shardwise.compat import NN_BUILTINS, TorchDispatchMode, direct_op
 
 _BEST: dict[Any, Callable[..., Any]] = {}  # by overload and kinds of arguments
+# Below autograd these are the same call as what has a binding.
+_AS: dict[Any, Callable[..., Any]] = {torch.ops.aten._unsafe_view.default: Tensor.view}
 
 
 def binding(n: Node) -> Callable[..., Any]:
     """What to call for a node that is a call."""
+    if n.target in _AS:
+        return _AS[n.target]
     key = n.target, _kinds(n.args), tuple((k, _kinds(a)) for k, a in n.kwargs.items())
     found = _BEST.get(key)
     if found is None:

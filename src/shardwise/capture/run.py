@@ -66,12 +66,31 @@ class _Writer:
             call = f" {n.name} ".join(map(self.text, n.args))
         elif n.kind == "wait":
             call = f"{self.text(n.args[0])}.wait()"
+        elif _is_slice(n):
+            x, _, first, end = n.args
+            call = f"{self.text(x)}[{first}:{end}]"
         else:
             target = binding(n) if n.kind == "call" else n.target
-            parts = [self.text(a) for a in n.args]
+            args = n.args
+            if target is Tensor.view and len(args) == 2 and isinstance(args[1], list):
+                args = (args[0], *(args[1] or [[]]))  # sizes one by one are parsed faster
+            parts = [self.text(a) for a in args]
             parts += [f"{k}={self.text(a)}" for k, a in n.kwargs.items()]
             call = f"{self.constant(target)}({', '.join(parts)})"
         return f"{self.targets(n.result)} = {call}" if n.outs else call
+
+
+def _is_slice(n: Node) -> bool:
+    """Whether a node is a slice of the first dim, which Python's own brackets take in half the time."""
+    return (
+        n.kind == "call"
+        and n.target is torch.ops.aten.slice.Tensor
+        and not n.kwargs
+        and len(n.args) == 4
+        and n.args[1] == 0
+        and type(n.args[2]) is type(n.args[3]) is int
+        and n.args[0].fake.ndim > 0
+    )
 
 
 def source_of(step: Step) -> tuple[str, dict[str, Any]]:
