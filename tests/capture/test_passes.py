@@ -10,7 +10,16 @@ from expecttest import assert_expected_inline
 import torch
 import torch.nn.functional as F
 
-from shardwise import Partial, Profile, Replicate, Shard, capture, init_device_mesh, simulate
+from shardwise import (
+    Partial,
+    Profile,
+    Replicate,
+    Shard,
+    capture,
+    init_device_mesh,
+    parallel,
+    simulate,
+)
 from shardwise.capture.cost import CPU
 from shardwise.capture.ir import Step
 from shardwise.capture.passes import (
@@ -18,6 +27,7 @@ from shardwise.capture.passes import (
     counts,
     in_place,
     redundant_moves,
+    scale,
     schedule,
     simplify,
 )
@@ -324,5 +334,80 @@ def test_what_is_written_later_does_not_travel_later() -> None:
                 got = step(*xs)
             outs.append([t.to_local() for t in got])
         assert all(torch.equal(a, b) for other in outs[1:] for a, b in zip(outs[0], other))
+
+    simulate(run, world_size=2)
+
+
+# ---- scale -----------------------------------------------------------------------------------------------
+
+
+def averaged(x: Any, y: Any) -> Any:
+    return to(x * 0.5, R), to(y.neg() * 0.5, R)
+
+
+def test_scale() -> None:
+    assert_expected_inline(
+        text(recorded(averaged, P, P, passes=(bucket, simplify, scale))),
+        """\
+%5 = neg(%4)  : f32[4, 4]
+%18 = view(%0, [16])  : f32[16]
+%19 = view(%5, [16])  : f32[16]
+%20 = cat([%18, %19])  : f32[32]
+mul_(%20, 0.5)
+%12 = start all_reduce sum over dp(%20)
+%13 = wait(%12)  : f32[32]
+%14, %15 = split_with_sizes(%13, [16, 16], -1)  : f32[16], f32[16]
+%16 = view(%14, [4, 4])  : f32[4, 4]
+%17 = view(%15, [4, 4])  : f32[4, 4]
+return %16, %17""",
+    )
+
+
+def test_what_is_scaled_differently_or_looked_at_is_scaled_alone() -> None:
+    def muls(fn: Any) -> list[str]:
+        step = recorded(fn, P, P, passes=(bucket, simplify, scale))
+        return re.findall(r"(mul_?)\(", text(step))
+
+    assert muls(averaged) == ["mul_"]
+    assert muls(lambda x, y: (to(x * 0.5, R), to(y * 0.25, R))) == ["mul", "mul"]
+    assert muls(lambda x, y: (to(x * 0.5, R), to(y, R))) == ["mul"]
+    assert muls(lambda x, y: (to(h := x * 0.5, R), to(y * 0.5, R), h)) == ["mul", "mul"]
+
+    def overwritten(x: Any, y: Any) -> Any:
+        h = x.neg()
+        half = h * 0.5
+        h.mul_(3)
+        return to(half, R), to(y * 0.5, R), h
+
+    assert muls(overwritten) == ["mul", "mul_", "mul"]
+
+
+def test_gradients_that_are_averaged_are_scaled_once_and_are_the_same() -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        made = []
+        for wrap in (lambda f: f, capture):
+            torch.manual_seed(0)
+            layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+            model = parallel.data_parallel(layers, mesh)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=True)
+
+            def step(x: Any, model: Any = model, optimizer: Any = optimizer) -> Any:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            fn = wrap(step)
+            torch.manual_seed(mesh.get_rank())
+            made.append([fn(torch.randn(3, 4)) for _ in range(5)])
+            made[-1] += [p.detach() for p in model.parameters()]
+            made[-1] += [p.grad for p in model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+        nodes = fn.last.step.lowered().nodes
+        halved = [n for n in nodes if n.name.startswith("aten.mul") and n.args[1] == 0.5]
+        assert [n.name for n in halved] == ["aten.mul_.Tensor"]
 
     simulate(run, world_size=2)

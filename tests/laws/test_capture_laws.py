@@ -28,6 +28,7 @@ from shardwise.capture.passes import (
     counts,
     in_place,
     redundant_moves,
+    scale,
     schedule,
     simplify,
 )
@@ -50,7 +51,7 @@ VARIANTS: list[tuple[Any, ...]] = [
     (partial(schedule, profile=FAR, device=Device(1.0, 1.0), memory_cap_bytes=0),),
     (SMALL, ORDERED),
     DEFAULT,
-    (simplify, redundant_moves, counts, SMALL, simplify, in_place, ORDERED),
+    (simplify, redundant_moves, counts, SMALL, simplify, scale, in_place, ORDERED),
 ]
 
 places = st.integers(0, 20)

@@ -7,6 +7,7 @@ from shardwise.capture.passes.bucket import bucket
 from shardwise.capture.passes.counts import counts
 from shardwise.capture.passes.in_place import in_place
 from shardwise.capture.passes.moves import redundant_moves
+from shardwise.capture.passes.scale import scale
 from shardwise.capture.passes.schedule import schedule
 from shardwise.capture.passes.simplify import simplify
 
@@ -18,6 +19,7 @@ DEFAULT: tuple[Pass, ...] = (
     counts,
     bucket,
     simplify,
+    scale,
     in_place,
     schedule,
 )
@@ -29,6 +31,7 @@ __all__ = [
     "counts",
     "in_place",
     "redundant_moves",
+    "scale",
     "schedule",
     "simplify",
 ]
