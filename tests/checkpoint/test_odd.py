@@ -94,11 +94,121 @@ def test_a_keeper_of_state_that_fails_on_one_rank(tmp_path):
                 raise ValueError("no")
 
     def run(rank):
-        checkpoint.save({"counter": Counter(rank)}, tmp_path / "c")
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state = {"counter": Counter(rank), "model": model, "optimizer": optimizer}
+        checkpoint.save(state, tmp_path / "c")
         with pytest.raises(
             CheckpointError, match="rank 1: what was loaded is not taken: ValueError"
         ):
-            checkpoint.load({"counter": Counter(rank)}, tmp_path / "c")
+            checkpoint.load(state, tmp_path / "c")
+
+    simulate(run, 2)
+
+
+def test_a_dtensor_inside_an_object_is_refused_when_it_is_saved(tmp_path):
+    """One rank pickles an object: its piece would be all that is kept."""
+
+    def run(rank):
+        x = distribute_tensor(torch.ones(4), mesh_of(2), [Shard(0)])
+        for odd in ((x, 1), [({"x": x},)]):
+            with pytest.raises(
+                CheckpointError, match=r"t(\.0)? holds a DTensor, of which a rank"
+            ):
+                checkpoint.save({"t": odd}, tmp_path / "c")
+            with pytest.raises(
+                CheckpointError, match=r"t(\.0)? holds a DTensor, of which a rank"
+            ):
+                checkpoint.async_save({"t": odd}, tmp_path / "c").result()
+
+    simulate(run, 2)
+    checkpoint.save({"t": (torch.ones(2), 1)}, tmp_path / "plain")
+    got = {"t": None}
+    checkpoint.load(got, tmp_path / "plain")
+    assert got["t"][0].eq(1).all()
+    assert got["t"][1] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_tensors_without_elements_of_their_own_are_refused(tmp_path):
+    class Odd(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (2,))
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    odd = {
+        "is quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "is not initialized": nn.LazyLinear(3).weight,
+        "is not strided": torch.eye(2).to_sparse(),
+        "Odd, which only its own class": Odd(),
+    }
+    checkpoint.save({"x": torch.ones(2)}, tmp_path / "c")
+    for text, value in odd.items():
+        told = f"rank 1: x {text}|rank 1: x is a .*{text}"
+
+        def run(rank, value=value, told=told):
+            state = {"x": value if rank == 1 else torch.zeros(2)}
+            with pytest.raises(CheckpointError, match=told):
+                checkpoint.save(state, tmp_path / "d")
+            with pytest.raises(CheckpointError, match=told):
+                checkpoint.load(state, tmp_path / "c")
+            with pytest.raises(CheckpointError, match="rank 1: x is"):
+                checkpoint.save_safetensors(state, tmp_path / "e")
+
+        simulate(run, 2)
+
+
+def test_groups_that_cannot_be_joined_are_told_before_anything_changes(tmp_path):
+    model = nn.Linear(2, 2)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    checkpoint.save({"model": model, "optimizer": optimizer, "step": 1}, tmp_path / "c")
+    one = torch.optim.SGD(model.parameters(), 0.3)
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.weight += 1
+        before["weight"] += 1
+    state = {"model": model, "optimizer": one, "step": 0}
+    with pytest.raises(CheckpointError, match=r"one group now .* had different lr"):
+        checkpoint.load(state, tmp_path / "c")
+    assert state["step"] == 0
+    assert one.param_groups[0]["lr"] == 0.3
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_tied_parameters_on_the_meta_device_whatever_the_order(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self, names):
+            super().__init__()
+            one = nn.Parameter(torch.arange(4.0))
+            for name in names:
+                self.register_parameter(name, one)
+
+    checkpoint.save({"m": Tied("ab")}, tmp_path / "c")
+    with torch.device("meta"):
+        model = Tied("ba")
+    checkpoint.load({"m": model}, tmp_path / "c")
+    assert model.a is model.b
+    assert torch.equal(model.a.detach(), torch.arange(4.0))
+
+
+def test_ranks_that_ask_for_different_things(tmp_path):
+    checkpoint.save({"x": torch.ones(2), "y": torch.ones(2)}, tmp_path / "c")
+
+    def run(rank):
+        state = {"x": torch.zeros(2), "y": torch.zeros(2)}
+        for options in ({"keys": ["x", "y"][rank]}, {"verify": bool(rank)}):
+            with pytest.raises(CheckpointError, match="not all ranks call load with the same"):
+                checkpoint.load(state, tmp_path / "c", **options)
+        assert not state["x"].any()
+        report = checkpoint.load(state, tmp_path / "c", keys={"x", "z*", "a"})  # any order
+        assert report.loaded == ["x"]
 
     simulate(run, 2)
 

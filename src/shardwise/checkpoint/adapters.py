@@ -20,11 +20,13 @@ from shardwise.checkpoint.nested import is_entered, put
 from shardwise.checkpoint.records import Index, KeyPath, TensorEntry
 from shardwise.checkpoint.state_dict import (
     get_model_state_dict,
+    group_problems,
     optimizer_state,
     parameter_names,
-    set_model_state_dict,
-    set_optimizers,
+    take_model_state,
+    take_optimizer_state,
 )
+from shardwise.errors import CheckpointError
 from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.dtensor import DTensor
 
@@ -57,6 +59,37 @@ def fold(state: Any, loaded: Any) -> None:
     """Give what was loaded back to the containers and keepers of a state."""
     names = _names(state)
     _fold(state, loaded, names)
+
+
+def refuse(state: Any, loaded: Any) -> None:
+    """Raise for what `fold` could not take, as far as the values that are no tensors tell.
+
+    Raises:
+        CheckpointError: Parameters that are in one group now had different settings.
+    """
+    names = _names(state)
+    problems = [
+        problem
+        for value, new in _pairs(state, loaded)
+        if isinstance(value, Optimizer)
+        for problem in group_problems(names, value, new)
+    ]
+    if problems:
+        raise CheckpointError(" ".join(problems))
+
+
+def _pairs(state: Any, loaded: Any) -> Iterator[tuple[Any, Any]]:
+    """Every value of a state that is no container, and what was loaded for it."""
+    items: Any = state.items() if isinstance(state, Mapping) else enumerate(state)
+    for k, value in items:
+        if _is_container(value):
+            yield from _pairs(value, loaded[k])
+        else:
+            yield value, loaded[k]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list) and is_entered(value))
 
 
 def is_keeper(value: Any) -> bool:
@@ -159,12 +192,12 @@ def _fold(state: Any, loaded: Any, names: Mapping[int, str]) -> None:
         new = loaded[k]
         keeper: Any = value
         if isinstance(value, nn.Module):
-            set_model_state_dict(value, new)
+            take_model_state(value, new)
         elif isinstance(value, Optimizer):
-            set_optimizers(names, value, new)
+            take_optimizer_state(names, value, new)
         elif is_keeper(value):
             keeper.load_state_dict(new)
-        elif isinstance(value, Mapping) or (isinstance(value, list) and is_entered(value)):
+        elif _is_container(value):
             _fold(value, new, names)
         elif value is not new:
             target[k] = new

@@ -78,7 +78,8 @@ def save_safetensors(
     transport = current()
     tree, error = attempt(lambda: _tensors(state), "the state")
     flat: dict[str, Any] = tree or {}
-    world = tell(transport, slots_of(flat), error)
+    slots, odd = attempt(lambda: slots_of(flat), "the state")
+    world = tell(transport, slots or [], error or odd)
     if any(s.layout is not None and s.layout.is_partial for slots in world for s in slots):
         flat = {key: settled(value) for key, value in flat.items()}
         world = tell(transport, slots_of(flat), "")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.adapters import fold, unfold_for
+from shardwise.checkpoint.adapters import fold, refuse, unfold_for
 from shardwise.checkpoint.exchange import Source, Transfer, exchange, plan, rounds
 from shardwise.checkpoint.matching import LoadReport, Options, match, raise_if_strict
 from shardwise.checkpoint.nested import flatten, put
@@ -94,7 +94,8 @@ def load(
         What was loaded and what was not.
 
     Raises:
-        CheckpointError: On all ranks, naming file and key; nothing of the state has changed.
+        CheckpointError: On all ranks, naming file and key; nothing of the state has changed, unless a
+            ``load_state_dict`` of yours raises: it is called when the tensors have been loaded.
 
     Example:
         >>> state = {"model": model, "optimizer": optimizer, "step": 0}
@@ -111,8 +112,9 @@ def load(
     nested, quiet = prepared if prepared is not None else ({}, [])
     taken, found = attempt(lambda: flatten(nested), "the state")
     flat, paths = taken if taken is not None else ({}, {})
-    error = error or found or _unwritable(flat)
-    mine = slots_of(flat)
+    slots, odd = attempt(lambda: slots_of(flat), "the state")
+    error = error or found or odd or _unwritable(flat)
+    mine = slots or []
     flat_state = all(len(p) == 1 for p in paths.values())
     told = together(
         transport, error, _Told(digest_of(mine), options, machine(), tuple(quiet), flat_state)
@@ -124,13 +126,13 @@ def load(
     report, chosen = match(index, world, options, quiet, all(t.flat_state for t in told))
     raise_if_strict(report, options, index)
     objects = _read_objects(transport, reader, index, chosen, options)
-    machines = [t.machine for t in told]
-    _load_tensors(
-        transport, reader, index, world, machines, chosen, flat, paths, nested, verify
-    )
     for key, value in objects.items():
         if key in flat:
             put(nested, paths[key], value)
+    _, error = attempt(lambda: refuse(state, nested), "the state")
+    machines = [t.machine for t in told]
+    tensors = _Tensors(reader, index, world, machines, chosen, verify)
+    _load_tensors(transport, tensors, flat, paths, nested, error)
     _, error = attempt(lambda: fold(state, nested), "what was loaded is not taken")
     together(transport, error)
     return report
@@ -142,8 +144,6 @@ def _unwritable(flat: Mapping[str, Any]) -> str:
             return (
                 f"{key} is a copy that stands for a view: what is loaded into it would be lost."
             )
-        if isinstance(value, Tensor) and value.layout != torch.strided:
-            return f"{key} is not strided ({value.layout})."
         local = value._local if isinstance(value, DTensor) else value
         if isinstance(local, Tensor) and any(
             s == 0 and n > 1 for n, s in zip(local.shape, local.stride())
@@ -203,27 +203,37 @@ def _decode(key: str, data: bytes, index: Index, options: Options) -> Any:
 # ---- tensors ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """What there is to load, and for whom; the same on all ranks."""
+
+    reader: Reader
+    index: Index
+    world: list[list[Slot]]
+    machines: list[str]
+    chosen: list[str]
+    verify: bool
+
+
 def _load_tensors(
     transport: Transport,
-    reader: Reader,
-    index: Index,
-    world: list[list[Slot]],
-    machines: list[str],
-    chosen: list[str],
+    what: _Tensors,
     flat: dict[str, Any],
     paths: Mapping[str, KeyPath],
     nested: dict[str, Any],
-    verify: bool,
+    error: str,
 ) -> None:
-    keys = {k for k in chosen if isinstance(index.entries[k], TensorEntry)}
+    """Load, unless this or another rank has an error, or finds one."""
+    reader, index, world = what.reader, what.index, what.world
+    keys = {k for k in what.chosen if isinstance(index.entries[k], TensorEntry)}
     held = agreed(lambda: spreads(world), "the state")
     keys = _without_twins(keys, world, index)
     entries = opened(transport, reader, index, keys)
     wanted = {k: held[k] for k in entries if held[k].boxes}
-    blocks, parts = agreed(lambda: requests(entries, wanted, machines), index.folder)
+    blocks, parts = agreed(lambda: requests(entries, wanted, what.machines), index.folder)
     most = max(_LEAST_BUDGET, min(_MOST_BUDGET, largest_piece(world, wanted) // 4))
-    found = read(transport, reader, blocks, parts, verify, most)
-    together(transport, found.errors[0] if found.errors else "")
+    found = read(transport, reader, blocks, parts, what.verify, most)
+    together(transport, error or (found.errors[0] if found.errors else ""))
     # From here on nothing is expected to fail, and parameters change.
     targets = {
         key: _target(transport, key, flat, paths, nested) for key in entries if key in flat

@@ -96,8 +96,7 @@ def prepare(
     unheard = "" if before is None else before._unheard()
     prepared, error = attempt(lambda: _look(state, keep, step), "the state")
     error = f"the save before this one failed: {unheard}" if unheard else error
-    flat, paths = prepared if prepared is not None else ({}, {})
-    mine = slots_of(flat)
+    flat, paths, mine = prepared if prepared is not None else ({}, {}, [])
     known: Plan | None = transport.state.get(_PLAN)
     if known is not None and known.mine != mine:
         known = None
@@ -210,9 +209,7 @@ def _look(state: Mapping[str, Any], keep: int | None, step: int | None) -> Any:
     for key, value in flat.items():
         if isinstance(value, Tensor) and value.is_meta:
             raise CheckpointError(f"{key} is on the meta device: it has no values to save.")
-        if isinstance(value, Tensor) and value.layout != torch.strided:
-            raise CheckpointError(f"{key} is not strided ({value.layout}).")
-    return flat, paths
+    return flat, paths, slots_of(flat)
 
 
 def settled(value: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 import io
 import math
+import pickle
 from typing import Any
 
 import torch
@@ -139,19 +140,39 @@ def _captured(key: str, value: Any) -> Callable[[], bytes]:
         return lambda: _pickled(value)
     try:
         data = _pickled(value)
+    except CheckpointError as error:
+        reason = f"{key} {error}"
     except (
         Exception
     ) as error:  # an object raises what it likes, and all ranks have to hear of it
         reason = f"{key} cannot be pickled: {type(error).__name__}: {error}"
+    else:
+        return lambda: data
 
-        def fail() -> bytes:
-            raise CheckpointError(reason)
+    def fail() -> bytes:
+        raise CheckpointError(reason)
 
-        return fail
-    return lambda: data
+    return fail
 
 
 def _pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer, pickle_module=_Pickling)
     return buffer.getvalue()
+
+
+class _WholePickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, DTensor):
+            raise CheckpointError(
+                "holds a DTensor, of which a rank has a piece only; of those in dicts and lists "
+                "every rank saves its own."
+            )
+        return NotImplemented
+
+
+class _Pickling:
+    """The ``pickle`` module, as far as ``torch.save`` asks; refuses what would be saved in part."""
+
+    __name__ = "pickle"
+    Pickler = _WholePickler

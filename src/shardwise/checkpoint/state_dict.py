@@ -11,7 +11,7 @@ they survive another parallelism, other parameter groups, and parameters that we
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -301,6 +301,23 @@ def set_model_state_dict(model: nn.Module, state: State, *, options: Any = None)
     return report
 
 
+def take_model_state(model: nn.Module, state: State) -> None:
+    """Set what a model has from a state of the same keys, shapes and layouts; this rank alone."""
+    core = _unwrapped(model)
+    places = _places(core)
+    with torch.no_grad():
+        own = {plain_name(k): v for k, v in core.state_dict(keep_vars=True).items()}
+    made: dict[int, Tensor] = {}  # of tied tensors on the meta device one was made real
+    for key, target in own.items():
+        if isinstance(target, Tensor) and not state[key].is_meta:
+            made.setdefault(id(target), state[key])
+    for key, target in own.items():
+        if not isinstance(target, Tensor):
+            places[key][0].set_extra_state(state[key])
+        elif id(target) in made:
+            _set_tensor(places[key], target, made.pop(id(target)))
+
+
 def _outlines(given: State) -> dict[str, Any]:
     """What there is under each key: shape and dtype, or None of what is no tensor."""
     return {
@@ -463,28 +480,70 @@ def set_optimizers(
     if options.broadcast_from_rank0:
         mine = {n: (_outlines(v), _objects(v)) for n, v in per_name.items()}
         outlines, settings = together(transport, "", (mine, settings))[0]
-    chosen: list[tuple[State, State]] = []
-    problems = []
-    for optimizer in _list(optimizers):
-        for group in optimizer.param_groups:
-            members = [_name_of(p, names) for p in group["params"]]
-            kept, problem = _common([settings[n] for n in members if n in settings], members)
-            chosen.append((group, kept))
-            problems += problem
+    chosen, problems = _regrouped(names, optimizers, settings)
     together(transport, " ".join(problems) if options.strict else "")
+
+    def values(name: str, p: Tensor) -> State | None:
+        if not options.broadcast_from_rank0:
+            return per_name.get(name)
+        return _sent(per_name.get(name, {}), p, *outlines[name]) if name in outlines else None
+
+    _give(names, optimizers, chosen, values)
+
+
+def _give(
+    names: Mapping[int, str],
+    optimizers: Optimizer | Iterable[Optimizer],
+    chosen: list[tuple[State, State]],
+    values: Callable[[str, Tensor], State | None],
+) -> None:
+    """Set the settings of groups, and the state of each parameter that there is one for."""
     for group, kept in chosen:
         group.update(kept)
     for optimizer in _list(optimizers):
         for group in optimizer.param_groups:
             on_device = group.get("capturable") or group.get("fused")
             for p in group["params"]:
-                name = _name_of(p, names)
-                if options.broadcast_from_rank0:
-                    if name in outlines:
-                        values = _sent(per_name.get(name, {}), p, *outlines[name])
-                        _set_state(optimizer, p, values, on_device)
-                elif name in per_name:
-                    _set_state(optimizer, p, per_name[name], on_device)
+                given = values(_name_of(p, names), p)
+                if given is not None:
+                    _set_state(optimizer, p, given, on_device)
+
+
+def _regrouped(
+    names: Mapping[int, str],
+    optimizers: Optimizer | Iterable[Optimizer],
+    settings: dict[str, State],
+) -> tuple[list[tuple[State, State]], list[str]]:
+    """Each group of parameters with the settings for it, and what cannot be reconciled."""
+    chosen: list[tuple[State, State]] = []
+    problems: list[str] = []
+    for optimizer in _list(optimizers):
+        for group in optimizer.param_groups:
+            members = [_name_of(p, names) for p in group["params"]]
+            kept, problem = _common([settings[n] for n in members if n in settings], members)
+            chosen.append((group, kept))
+            problems += problem
+    return chosen, problems
+
+
+def group_problems(names: Mapping[int, str], optimizer: Optimizer, state: State) -> list[str]:
+    """Why a state cannot be set: parameters that are in one group now had different settings."""
+    _, settings = _by_name(state)
+    plain = {n: _objects(values) for n, values in settings.items()}
+    return _regrouped(names, optimizer, plain)[1]
+
+
+def take_optimizer_state(names: Mapping[int, str], optimizer: Optimizer, state: State) -> None:
+    """Set an optimizer from a state laid out like its own; this rank alone.
+
+    Raises:
+        CheckpointError: See `group_problems`; nothing has changed.
+    """
+    per_name, settings = _by_name(state)
+    chosen, problems = _regrouped(names, optimizer, settings)
+    if problems:
+        raise CheckpointError(" ".join(problems))
+    _give(names, optimizer, chosen, lambda name, p: per_name.get(name))
 
 
 def _by_name(state: State) -> tuple[dict[str, State], dict[str, State]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from shardwise.checkpoint.records import Block
 from shardwise.comm.transport import Transport
@@ -85,7 +86,11 @@ class Spread:
 
 
 def slots_of(flat: Mapping[str, Any]) -> list[Slot]:
-    """The slots of this rank's state; tensors that share their memory are tied to the first of them."""
+    """The slots of this rank's state; tensors that share their memory are tied to the first of them.
+
+    Raises:
+        CheckpointError: A tensor's elements do not lie in memory of its own, one beside the other.
+    """
     seen: dict[Any, str] = {}
     out = []
     for key, value in flat.items():
@@ -94,6 +99,9 @@ def slots_of(flat: Mapping[str, Any]) -> list[Slot]:
             continue
         ours = isinstance(value, DTensor)
         local = value._local if ours else value
+        wrong = _unfit(local)
+        if wrong:
+            raise CheckpointError(f"{key} {wrong}")
         layout = value._spec.layout if ours else None
         shape = tuple(value.shape)
         same = (
@@ -103,6 +111,23 @@ def slots_of(flat: Mapping[str, Any]) -> list[Slot]:
         first = seen.setdefault(same, key)
         out.append(Slot(key, shape, value.dtype, layout, "" if first == key else first))
     return out
+
+
+def _unfit(local: Tensor) -> str:
+    """Why a tensor has no elements that could be written or read one by one; empty if it has."""
+    if is_lazy(local):
+        return "is not initialized: it has no shape yet."
+    kind: Any = type(local)
+    plain: Any = Tensor
+    if kind.__torch_dispatch__ is not plain.__torch_dispatch__:
+        return f"is a {kind.__module__}.{kind.__qualname__}, which only its own class can take apart."
+    if local.layout != torch.strided:
+        return f"is not strided ({local.layout})."
+    return (
+        "is quantized: its elements mean nothing without its scale."
+        if local.is_quantized
+        else ""
+    )
 
 
 def tell(transport: Transport, mine: list[Slot], error: str) -> list[list[Slot]]:
