@@ -91,13 +91,19 @@ def add_foreach_type(cls: type) -> None:
 
 def fake_mode(*, shapes: bool = False) -> Any:
     """A new FakeTensorMode: real kernel choice, no data. With ``shapes`` it can be traced by inductor."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    FakeTensor.__dlpack__ = _no_memory  # pyright: ignore[reportAttributeAccessIssue]
     if not shapes:
         return FakeTensorMode()
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def _no_memory(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of a capsule with the address 0, which its reader would read."""
+    raise RuntimeError("a fake tensor has no values for numpy or another library to read")
 
 
 def is_fake(x: object) -> bool:

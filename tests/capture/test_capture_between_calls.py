@@ -389,3 +389,47 @@ def test_recurrent_layers() -> None:
         return out
 
     same(case)
+
+
+def test_values_of_arguments_are_not_those_of_the_recorded_call() -> None:
+    def run() -> None:
+        steps: list[Callable[[Any], Any]] = [
+            lambda x: torch.from_numpy(x.numpy() * 2),
+            lambda x: x * float(x.numpy()[0]),
+            lambda x: x.tolist()[0] > 0 or x,
+            lambda x: torch.from_dlpack(x) * 2,
+            lambda x: x.set_(torch.ones(3)),
+            lambda x: x.to_sparse().to_dense(),
+        ]
+        for fn in steps:
+            step = capture(fn)
+            step(torch.randn(3))
+            with pytest.raises(CaptureError, match="cannot be captured"):
+                step(torch.randn(3))
+        aliases: list[Callable[[Any], Any]] = [
+            lambda x: nn.Parameter(x).detach() * 2,
+            lambda x: x.as_subclass(torch.Tensor) * 2,
+            lambda x: x.data.mul_(2),
+        ]
+        for fn in aliases:
+            step = capture(fn)
+            for _ in range(4):
+                x = torch.randn(3)
+                assert torch.equal(fn(x.clone()), step(x))
+
+    simulate(run, world_size=2)
+
+
+def test_a_check_of_values_is_made_at_each_run() -> None:
+    def step(x: Any) -> Any:
+        torch._assert_async((x.full_tensor() < 100).all())
+        return x * 2
+
+    def run() -> None:
+        captured = capture(step)
+        for _ in range(3):
+            captured(noise())
+        with pytest.raises(RuntimeError):
+            captured(noise() + 1000)
+
+    simulate(run, world_size=2)

@@ -36,7 +36,12 @@ from shardwise.tensor.gradients import leaf_of
 LIFTED_NUMBERS = frozenset(
     {"lr"}
 )  # hyperparameters that are inputs of the graph from the start
-_SEES_VALUES = ("SymFloat", "supported for tensor subclasses", "numpy")
+_SEES_VALUES = (
+    "SymFloat",
+    "supported for tensor subclasses",
+    "numpy",
+    "for 'meta' device type",
+)
 
 
 class NewStateError(CaptureError):
@@ -212,14 +217,13 @@ def record(
         shown_before = [c.read() for c in shown]
         try:
             with tape.running():
-                own_args, own_kwargs = tree_unflatten(
-                    leaves, tree
-                )  # lists and dicts of our own
+                own = _stand_ins(tape, leaves, before)
+                own_args, own_kwargs = tree_unflatten(own, tree)  # lists and dicts of our own
                 got = _called(fn, own_args, own_kwargs, tape)
                 check_numbers()
                 _check_data(tape, data)
-                _check_arguments(tape, leaves, tree_flatten((own_args, own_kwargs))[0])
-                results, outs = _results(tape, got, leaves, cells)
+                _check_arguments(tape, own, tree_flatten((own_args, own_kwargs))[0])
+                results, outs = _results(tape, got, own, cells)
                 new = aftermath.places(tape, cells)
                 news = [(c, None) for c in new]
                 effects, more = _effects(tape, [*zip(cells, before), *news], shown)
@@ -241,9 +245,11 @@ def record(
             for c, x in zip(modes, modes_before):
                 if not done and c.read() is not x:
                     c.write(x)
+    used = {v for n in tape.nodes for part in (n, *n.body) for v in part.inputs}
+    used |= {*outs, *more, *grads}
     step = Step(
         nodes=tuple(tape.nodes),
-        inputs=tuple(tape.inputs),
+        inputs=tuple([(v, slot) for v, slot in tape.inputs if v in used]),
         outputs=(*outs, *more, *grads),
         next_index=tape.next_index,
         rank=tape.rank,
@@ -254,6 +260,20 @@ def record(
     ]
     read += [(c, c.read()) for c in new]
     return Recording(step, results, effects, read, tape.guards)
+
+
+def _stand_ins(tape: Tape, leaves: list[Any], state: list[Any]) -> list[Any]:
+    """The arguments' leaves, with fakes for plain tensors: calls like ``x.numpy()`` would give values of this call.
+
+    A tensor that may get a gradient, or that the state has too, is the object that it is.
+    """
+    known = {id(x) for x in state}
+    return [
+        tape.fake_of(x)
+        if type(x) is Tensor and not (x.requires_grad or id(x) in known or vars(x))
+        else x
+        for x in leaves
+    ]
 
 
 def _called(fn: Callable[..., Any], args: Any, kwargs: Any, tape: Tape) -> Any:
@@ -465,7 +485,7 @@ def _results(
             continue
         elif id(r) in first:
             again.append((i, first[id(r)]))
-        elif id(r) in finders and not is_fake(local_of(r)):
+        elif id(r) in finders:
             given.append((i, finders[id(r)]))
         else:
             first[id(r)] = i

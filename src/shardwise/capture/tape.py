@@ -37,9 +37,14 @@ from shardwise.tensor.gradients import leaf_of
 _ATEN = torch.ops.aten
 _STAND_INS = (Tensor, torch.SymFloat)  # a fake or a hint stands for them
 _REFUSED = {
-    _ATEN.set_.source_Storage: "set_ changes whose memory a tensor has",
+    **{
+        getattr(_ATEN.set_, name): "set_ changes whose memory a tensor has"
+        for name in _ATEN.set_.overloads()
+        if not name.endswith("out")
+    },
     _ATEN.resize_.default: "resize_ changes the memory of a tensor",
 }
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 # What is written although the schema does not say so: positions of the tensors, and of the flag that says whether.
 _HIDDEN_WRITES: dict[Any, tuple[tuple[int, ...], int]] = {
     _ATEN.native_batch_norm.default: ((3, 4), 5),
@@ -92,7 +97,9 @@ class Tape(TorchDispatchMode):
         self.guards: list[tuple[Slot, Callable[..., bool], Any, bool]] = []
         self.fake_mode: Any = fake_mode()
         self._lifted: dict[int, tuple[Tensor, Tensor]] = {}
+        self._from_outside: set[int] = set()  # fakes that stand for tensors from outside
         self._roots: dict[int, int] = {}
+        self._firsts: dict[int, Value] = {}  # by memory: the first value that lies there
         self._next = 0
         self._constants: dict[int, Tensor] = {}
         self.restores: list[Callable[[], None]] = []
@@ -114,9 +121,15 @@ class Tape(TorchDispatchMode):
         self._next += 1
         root = index
         if fake is not None:
+            if fake.layout is not torch.strided or fake.dtype in _QUANTIZED:
+                what = fake.dtype if fake.dtype in _QUANTIZED else fake.layout
+                raise self.refuse(
+                    f"it makes or takes a tensor of {what}", ["do it outside the step"]
+                )
             root = self._roots.setdefault(storage_id(fake), index)
         value = Value(index, fake, root, kind)
         if fake is not None:
+            self._firsts.setdefault(storage_id(fake), value)
             fake._shardwise_value = value  # pyright: ignore[reportAttributeAccessIssue]
         return value
 
@@ -124,19 +137,34 @@ class Tape(TorchDispatchMode):
         """The value that a tensor stands for; a real one is lifted."""
         fake = self.fake_of(x)
         found = getattr(fake, "_shardwise_value", None)
-        return self.new_value(fake) if found is None else found
+        return self._alias(fake) if found is None else found
+
+    def _alias(self, fake: Tensor) -> Value:
+        """The value of a tensor that was made past the dispatcher: another object for one that is known."""
+        first = self._firsts.get(storage_id(fake))
+        known = None if first is None else first.fake
+        if first is None or known is None or _lies(known) != _lies(fake):
+            raise self.refuse(
+                "it makes a tensor in a way that is not seen", ["view_as, detach or clone"]
+            )
+        fake._shardwise_value = first  # pyright: ignore[reportAttributeAccessIssue]
+        return first
 
     def fake_of(self, x: Tensor) -> Tensor:
         """The fake that stands for a tensor."""
         if is_fake(x):
             if x.fake_mode is not self.fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
-                raise self.refuse("it uses a tensor that an earlier recording left behind")
+                raise self.refuse(
+                    "it uses a deep copy of a recorded tensor, or one that an earlier recording left behind",
+                    ["clone() in place of copy.deepcopy"],
+                )
             return x
         found = self._lifted.get(id(x))
         if found is None:
             with without_modes():
                 fake = self.fake_mode.from_tensor(x.detach())
             self._lifted[id(x)] = found = (x, fake)
+            self._from_outside.add(id(fake))
             value = self.new_value(fake)
             slot = self.slots.get(id(x))
             if slot is None:
@@ -232,6 +260,10 @@ class Tape(TorchDispatchMode):
         tree = _mapped(valued, Tensor, result)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not outs and not written and not draws:
+            if not func._schema.returns:  # a check, as torch._assert_async
+                self.effect(
+                    str(func), functools.partial(direct_op(func), **kwargs), *args, writes=False
+                )
             return result
         own = tuple(self._own(a) for a in args)
         own_named = {k: self._own(a) for k, a in kwargs.items()}
@@ -249,7 +281,8 @@ class Tape(TorchDispatchMode):
             return
         for x in _written(func, args, kwargs):
             base = x if x._base is None else x._base
-            if not is_fake(base) and base.dtype.is_floating_point | base.dtype.is_complex:
+            outside = not is_fake(base) or id(base) in self._from_outside
+            if outside and base.dtype.is_floating_point | base.dtype.is_complex:
                 raise self.refuse(
                     "it writes what has a history into a tensor from outside, in place",
                     ["detach() what is written, or write with torch.no_grad()", "return it"],
@@ -548,6 +581,11 @@ class Tape(TorchDispatchMode):
         """Put back what `afterwards` asked for."""
         while self.restores:
             self.restores.pop()()
+
+
+def _lies(x: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory."""
+    return x.shape, x.stride(), x.storage_offset(), x.dtype
 
 
 def starter(info: dict[str, Any]) -> Callable[..., Handle]:
