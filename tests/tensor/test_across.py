@@ -71,6 +71,43 @@ def test_values_and_gradients(a, b):
     simulate(on_rank, 4)
 
 
+def test_gradients_of_gradients():
+    """Also where ranks hold nothing: their gradients depend on just what those of the others depend on."""
+    x, w = torch.randn(6, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    loss = {
+        "cube": lambda x, w: (x * x * x).sum(),
+        "linear": lambda x, w: (x * 2 @ w).sum(),
+        "both": lambda x, w: torch.tanh(x @ w).softmax(-1).square().sum() + w.sum(),
+    }
+
+    def grads(call, x, w, over):
+        once = torch.autograd.grad(call(x, w), over, create_graph=True, allow_unused=True)
+        total = sum(g.square().sum() for g in once if g is not None)
+        if not total.requires_grad:
+            return once
+        return *once, *torch.autograd.grad(total, over, allow_unused=True)
+
+    def on_rank(rank):
+        one, two = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [[2], [1]])
+        for call in loss.values():
+            px, pw = x.clone().requires_grad_(), w.clone().requires_grad_()
+            want = grads(call, px, pw, (px, pw))
+            dx = distribute_tensor(x, one, [Shard(0)]).requires_grad_()
+            dw = distribute_tensor(w, one, [Shard(1)]).requires_grad_()
+
+            def across(x, w, call=call):
+                y = call(x.redistribute(two, [Shard(0), R]), w.redistribute(two, [R, R]))
+                return y.redistribute(one, [R])
+
+            got = grads(across, dx, dw, (dx, dw))
+            for a, b in zip(got, want, strict=True):
+                assert (a is None) == (b is None)
+                if a is not None and rank in (0, 1):
+                    torch.testing.assert_close(a.full_tensor().detach(), b.detach())
+
+    simulate(on_rank, 3)
+
+
 def test_received_bytes_are_what_is_needed_and_not_held():
     """Four ranks hand a tensor to two of them: each gets the quarter of it that it lacks."""
     x = torch.randn(8, 4)

@@ -52,6 +52,29 @@ def test_many_are_as_one_by_one():
     simulate(on_rank, 4)
 
 
+def test_what_no_gradient_is_asked_for_has_none():
+    """As if each had been moved by itself; also where ranks are on some of the meshes only."""
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def on_rank(rank):
+        small, pair = DeviceMesh("cpu", [2]), DeviceMesh("cpu", [0, 2])
+        a = distribute_tensor(x, small, [Shard(0)]).requires_grad_()
+        b = distribute_tensor(x, pair, [Shard(0)]).requires_grad_()
+        for mesh in (small, pair, init_device_mesh("cpu", (3,))):
+            moved = redistribute_many([a, b], [[R], [Shard(1)]], mesh)
+            for use, leaf in zip(moved, (a, b)):
+                with CommLog() as log:
+                    got = torch.autograd.grad((use * use).sum(), [a, b], allow_unused=True)
+                assert [g is not None for g in got] == [leaf is a, leaf is b]
+                (g,) = (g for g in got if g is not None)
+                if leaf.device_mesh.coordinate_of(rank) is not None:
+                    assert torch.equal(g.full_tensor(), 2 * x)
+                kinds = [e for e in log.on(rank).events if e.bytes]
+                assert len(kinds) <= 1
+
+    simulate(on_rank, 3)
+
+
 def test_fifty_parameters_take_one_gather():
     def on_rank(rank):
         mesh = init_device_mesh("cpu", (4,))

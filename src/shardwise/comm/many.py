@@ -137,8 +137,9 @@ def move_many(movers: Sequence[Mover], xs: Sequence[Tensor]) -> list[Tensor]:
     plain: list[int] = []
     recorded: list[int] = []
     for i, (how, x) in enumerate(zip(movers, xs)):
-        if not how.steps:
-            continue
+        if not (how.moves or how.communicates):
+            out[i] = how(x)
+            continue  # who is off the mesh has no steps, but takes the others along as all do
         if not (grad and x.requires_grad):
             plain.append(i)
         elif how.settles_extremum:
@@ -164,10 +165,16 @@ class _Many(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.how = inputs[0]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, *move_many([m.back for m in ctx.how], grads)
+        asked = [i for i, g in enumerate(grads) if g is not None]  # the same on all ranks
+        moved = move_many([ctx.how[i].back for i in asked], [grads[i] for i in asked])
+        out: list[Any] = [None] * len(grads)
+        for i, g in zip(asked, moved):
+            out[i] = g
+        return None, *out
 
 
 def _version(x: Tensor) -> int | None:
