@@ -13,12 +13,14 @@ import torch
 from torch import nn
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torch_device_mesh
+import torch.distributed.tensor
 from torch.multiprocessing.spawn import spawn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from shardwise.errors import UnsupportedError
 
 WORLD = 4
 ROOT = Path(__file__).parents[2]
@@ -350,6 +352,35 @@ def check_memory(rank):
         assert x.to_local().eq(1).all()
         del x
     assert full.eq(1).all()
+
+
+def check_collectives_of_the_program_are_refused(rank):
+    x = distribute_tensor(randn(4, 3), line(), [S(0)])
+    for call in (
+        lambda: dist.all_reduce(x),
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.all_gather([torch.empty(4, 3)] * WORLD, x),
+        lambda: torch.ops._c10d_functional.all_reduce(x, "sum", "0"),
+        lambda: nn.parallel.DistributedDataParallel(distribute_module(nn.Linear(3, 2), line())),
+    ):
+        with pytest.raises(UnsupportedError, match="works on each rank's own tensor"):
+            call()
+    same(x, randn(4, 3))
+
+
+def check_tensors_of_torch(rank):
+    full, mesh = randn(5, 3), torch_device_mesh("cpu", (WORLD,))
+    theirs = torch.distributed.tensor.distribute_tensor(
+        full, mesh, [torch.distributed.tensor.Shard(0)]
+    ).requires_grad_()
+    x = distribute_tensor(theirs, line(), [S(1)])
+    same(x, full)
+    x.square().sum().backward()
+    same(theirs.grad.full_tensor(), 2 * full)
+    with pytest.raises(UnsupportedError, match="torch's DTensor"):
+        x + theirs
+    with pytest.raises(UnsupportedError, match="torch's DTensor"):
+        DTensor.from_local(theirs, line(), [S(0)])
 
 
 CHECKS = [function for name, function in list(globals().items()) if name.startswith("check_")]

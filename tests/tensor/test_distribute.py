@@ -14,7 +14,7 @@ from shardwise import (
     init_device_mesh,
     simulate,
 )
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UnsupportedError
 
 R, P = Replicate(), Partial()
 
@@ -270,5 +270,23 @@ def test_bad_input_raises_before_anything_is_sent():
             with pytest.raises(LayoutError, match="Shard"):
                 distribute_tensor(x, mesh22(), [Shard(2)])
         assert not log.events
+
+    simulate(on_rank, 4)
+
+
+def test_what_is_sparse_or_nested_is_refused():
+    def on_rank():
+        mesh = mesh22()
+        sparse = torch.eye(4).to_sparse()
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        for call in (
+            lambda: distribute_tensor(sparse, mesh, [R]),
+            lambda: DTensor.from_local(torch.nn.Parameter(sparse), mesh, [Shard(0)]),
+            lambda: torch.sparse.mm(sparse, x),
+            lambda: sparse @ x,
+            lambda: x + sparse.to_sparse_csr(),
+        ):
+            with pytest.raises(UnsupportedError, match=r"layout torch\.sparse"):
+                call()
 
     simulate(on_rank, 4)

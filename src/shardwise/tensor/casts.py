@@ -6,6 +6,8 @@ axes that were missing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,32 @@ def refuse_tangent(t: Tensor) -> None:
                 "torch.autograd.functional.jvp, which uses reverse mode twice",
                 "local_map: use it on local tensors there",
             ],
+        )
+
+
+def of_torch(t: Any) -> bool:
+    """Whether this is a DTensor of torch's, which holds what ours holds."""
+    return not isinstance(t, DTensor) and hasattr(t, "device_mesh") and hasattr(t, "placements")
+
+
+def refuse_kind(t: Tensor) -> None:
+    """What has no pieces that are strided tensors.
+
+    Raises:
+        UnsupportedError: The tensor is sparse or nested, or torch's DTensor.
+    """
+    if of_torch(t):
+        raise UnsupportedError(
+            "torch's DTensor and this one do not go together.",
+            tries=[
+                "distribute_tensor(x, mesh, placements): makes one of torch's to one of these"
+            ],
+        )
+    if t.layout is not torch.strided or t.is_nested:
+        kind = "nested" if t.is_nested else f"of layout {t.layout}"
+        raise UnsupportedError(
+            f"a tensor that is {kind} cannot be distributed, nor stand next to a DTensor.",
+            tries=["x.to_dense()", "x.full_tensor() of the DTensor, and go on there"],
         )
 
 

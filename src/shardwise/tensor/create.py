@@ -15,7 +15,7 @@ from shardwise.layout import boxes
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import Spec
-from shardwise.tensor.casts import refuse_tangent
+from shardwise.tensor.casts import of_torch, refuse_kind, refuse_tangent
 from shardwise.tensor.crossings import local_spec
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.explain import explained
@@ -33,7 +33,7 @@ def distribute_tensor(
 
     Args:
         tensor: The whole tensor, on every rank; only its shape, stride and dtype matter on ranks that are
-            not the source.
+            not the source. A DTensor, torch's too, is redistributed.
         device_mesh: The mesh; None is that of ``with mesh:``, else one over the world.
         placements: Placements (one per mesh axis; missing ones replicate), a spec (one entry per dim), or a
             layout. None replicates.
@@ -45,11 +45,22 @@ def distribute_tensor(
 
     Raises:
         LayoutError: The placements do not fit the tensor or the mesh.
-        UnsupportedError: The tensor carries a forward-mode derivative.
+        UnsupportedError: The tensor carries a forward-mode derivative, is sparse or nested.
     """
     mesh = as_mesh(device_mesh)
     if isinstance(tensor, DTensor):
         return tensor.redistribute(mesh, placements)
+    if of_torch(tensor):
+        theirs: Any = tensor
+        ours = DTensor.from_local(
+            theirs.to_local(),
+            theirs.device_mesh,
+            theirs.placements,
+            shape=tuple(theirs.shape),
+            stride=theirs.stride(),
+        )
+        return ours.redistribute(mesh, placements)
+    refuse_kind(tensor)
     refuse_tangent(tensor)
     requires_grad = tensor.requires_grad
     tensor = tensor.detach()

@@ -20,7 +20,7 @@ from shardwise.layout.layout import Layout, parse
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Shard
 from shardwise.program.spec import Spec, spec_of
-from shardwise.tensor.casts import onto, refuse_tangent
+from shardwise.tensor.casts import onto, refuse_kind, refuse_tangent
 from shardwise.tensor.checks import checksum
 from shardwise.tensor.dtensor import _CROSSINGS, DTensor, resolve, wrap
 from shardwise.tensor.explain import explained
@@ -142,6 +142,8 @@ def from_local(
             "from_local takes a local tensor, not a DTensor.",
             tries=["x.redistribute(mesh, placements)"],
         )
+    if type(local) is not Tensor:
+        refuse_kind(local)
     transport = current()
     known: dict[Any, tuple[Spec, Mover | None]] = transport.state.setdefault("from_local", {})
     key = None

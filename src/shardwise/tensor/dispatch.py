@@ -20,7 +20,14 @@ from shardwise.compat import (
     is_custom_op,
     jit_tracing,
 )
-from shardwise.errors import AliasError, GradientError, LayoutError, ShardError, StrictError
+from shardwise.errors import (
+    AliasError,
+    GradientError,
+    LayoutError,
+    ShardError,
+    StrictError,
+    UnsupportedError,
+)
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, join
 from shardwise.program.compile import Program, compile_rule, fill, flat_results, slot
@@ -29,7 +36,7 @@ from shardwise.program.spec import OpenSpec, Spec, program_tables, spec_of
 from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
 from shardwise.tensor.absent import Absent
-from shardwise.tensor.casts import onto
+from shardwise.tensor.casts import onto, refuse_kind
 from shardwise.tensor.checks import check_equal_on_all_ranks
 from shardwise.tensor.descent import Descent
 from shardwise.tensor.dtensor import DTensor, install, wrap
@@ -90,6 +97,8 @@ class Call:
             if isinstance(x, DTensor):
                 key.append(x._spec.guards or x._spec)
             else:
+                if x.layout is not torch.strided:  # it may have no strides
+                    refuse_kind(x)
                 key.append(("plain", x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
             return slot(len(self.tensors) - 1)
         if kind is float or kind is complex:
@@ -214,6 +223,7 @@ def _compile_and_run(
     kwargs: Any,
 ) -> Any:
     name = getattr(func, "__name__", "")
+    _refuse_collective(func, name)
     if writes(name):
         _refuse_write_to_copy(name, call)
         check_writable(func, call.tensors, call.tree, call.kwargs)
@@ -241,6 +251,23 @@ def _compile_and_run(
             _remember(table, key, program, func, call, args, kwargs, entry)
         return _wrap_results(program, result, call)
     return _descend(func, call, key, table, args, kwargs)
+
+
+def _refuse_collective(func: Any, name: str) -> None:
+    """A collective that the program makes itself is about what each rank holds, not about the one tensor."""
+    inside = getattr(func, "__module__", None) or ""
+    if inside.startswith("torch.distributed.") or str(func).partition(".")[0] in _C10D:
+        raise UnsupportedError(
+            f"{name} works on each rank's own tensor, and a DTensor is one tensor on all of them.",
+            tries=[
+                "x.full_tensor(): the whole value, reduced",
+                "x.redistribute(mesh, placements): another layout",
+                "x.to_local(): this rank's piece, for collectives of your own",
+            ],
+        )
+
+
+_C10D = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))
 
 
 def _descend(
@@ -344,6 +371,7 @@ def _operands(call: Call, func: Any) -> list[Arg]:
             if layout.mesh is not mesh:
                 layout = layout.on(mesh)
         else:
+            refuse_kind(t)
             plain.append((i, t))
             layout = Layout.of(mesh, None, t.shape, t.stride(), t.dtype)
         operands.append(
