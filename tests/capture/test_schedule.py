@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 import itertools
 from typing import Any
@@ -25,11 +26,19 @@ from shardwise import (
 from shardwise.capture.cost import CPU, Device, durations, flops, is_heavy, network
 from shardwise.capture.ir import Step, flatten
 from shardwise.capture.memory import peak_bytes
-from shardwise.capture.order import dependencies, followers, starts, violations
+from shardwise.capture.order import (
+    dependencies,
+    facts_of,
+    followers,
+    settle,
+    starts,
+    violations,
+)
 from shardwise.capture.passes import (
     bucket,
     counts,
     in_place,
+    kept,
     redundant_moves,
     schedule,
     simplify,
@@ -387,3 +396,57 @@ def ends(step: Step, us: dict[int, float]) -> tuple[float, float]:
     head = min(busy(at, before) for at in large)
     tail = min(us[id(nodes[at])] + busy(waits[nodes[at].outs[0]], after) for at in large)
     return head, tail
+
+
+# ---- what is gathered again ----------------------------------------------------------------------------------
+
+
+class Wide(Model):
+    """Takes most memory between the last block's forward and its backward."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        h = self.head(self.blocks(x))
+        return F.cross_entropy((h[:, None] + torch.zeros(1, 512, 1)).exp().mean(1), y)
+
+
+def counted(step: Step) -> dict[str, int]:
+    nodes = list(flatten(step.nodes))
+    names = [n.info["kind"] if n.kind == "start" else n.name for n in nodes]
+    return {k: names.count(k) for k in ("all_gather", "reduce_scatter", "free", "allocate")}
+
+
+def test_what_is_gathered_again_at_once_is_kept() -> None:
+    step = simplify(recorded("fsdp", layers=4))
+    assert kept(step) is step  # nobody has looked whether there is memory
+    settle(step, facts_of(step, is_heavy))
+    after = kept(step)
+    one_less = {k: n - (k != "reduce_scatter") for k, n in counted(step).items()}
+    assert counted(after) == one_less
+    assert peak_bytes(after) <= peak_bytes(step)
+    assert len(after.nodes) == len(step.nodes) - 5  # the wait and the copy, too
+
+
+def test_what_is_gathered_again_is_not_kept_where_memory_is_short() -> None:
+    with use(DryTransport(0, 2)):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        step = simplify(on_mesh("fsdp", mesh, Wide(4, 16), 16))
+    settle(step, facts_of(step, is_heavy))
+    assert kept(step) is step
+
+
+def test_what_has_changed_is_gathered_again() -> None:
+    def facts(change: bool) -> int:
+        step = recorded("fsdp", layers=3)
+        nodes = list(step.nodes)
+        frees = [i for i, n in enumerate(nodes) if n.name == "free"]
+        gather = [n for n in nodes if n.kind == "start" and n.info["kind"] == "all_gather"]
+        again = gather[3]  # of the last block
+        if change:  # its shard is written between its two gathers
+            note = nodes[frees[2]]
+            write = replace(note, name="write", args=(again.args[0],), reads=frozenset())
+            write.writes = frozenset({again.args[0].root})
+            nodes.insert(frees[2] + 1, write)
+        return sum(not needed for *_, needed in facts_of(step.with_nodes(nodes), is_heavy))
+
+    assert facts(False) == 1
+    assert facts(True) == 0

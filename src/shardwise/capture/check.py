@@ -84,7 +84,7 @@ def alike(transport: Transport, ranks: Sequence[int], text: str) -> bool:
     return all(d == digest for d in everyone)
 
 
-Facts = list[tuple[int, int]]  # of each collective: see ``order.facts_of``
+Facts = list[tuple[int, int, int]]  # of each collective: see ``order.facts_of``
 
 
 def digest_of(lines: list[str]) -> str:
@@ -128,7 +128,11 @@ def agree(
             raise CaptureError(f"rank {rank} could not capture the step: {text}")
         if all(d == digest for d, _, _ in everyone):
             return [
-                (max(s for s, _ in each), max(h for _, h in each))
+                (
+                    max(s for s, _, _ in each),
+                    max(h for _, h, _ in each),
+                    max(n for _, _, n in each),
+                )
                 for each in zip(*(f for _, _, f in everyone), strict=True)
             ]
         texts = transport.all_gather_object(lines, group, tag="capture")

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardwise.capture.again import dispensable
 from shardwise.capture.ir import Node, Step, Value, describe, flatten
 
 # What arrives is more than what was sent, and is held.
@@ -112,23 +113,28 @@ def places_of_starts(
     return since
 
 
-def facts_of(step: Step, is_heavy: Callable[[Node], bool]) -> list[tuple[int, int]]:
-    """For each collective of a recorded step when it may go out, and whether a matrix product comes before it.
+def facts_of(step: Step, is_heavy: Callable[[Node], bool]) -> list[tuple[int, int, int]]:
+    """For each collective of a recorded step when it may go out, whether a matrix product is before it, and its need.
 
-    The first is a number of starts and waits of the program. The collectives are in the order of their starts.
+    The first is a number of starts and waits of the program; the last is 0 where there is memory to keep what the
+    collective brings (``again.py``). The collectives are in the order of their starts.
     A rank may know less than the others: where its piece is empty, or holds the zeros of a sum that another
     rank keeps, nothing comes before what it sends. So ranks take the largest of what all of them find (`settle`).
     """
     nodes = list(flatten(step.nodes))
     since = places_of_starts(nodes, dependencies(nodes), is_heavy)
     events = [at for at, n in enumerate(nodes) if n.kind in ("start", "wait")]
-    return [(bisect_right(events, when), int(when >= 0)) for when in since.values()]
+    spare = dispensable(step)
+    return [
+        (bisect_right(events, when), int(when >= 0), int(at not in spare))
+        for at, when in since.items()
+    ]
 
 
-def settle(step: Step, facts: Sequence[tuple[int, int]]) -> None:
+def settle(step: Step, facts: Sequence[tuple[int, int, int]]) -> None:
     """Note what the ranks have agreed on at the collectives of a recorded step; passes go by it."""
-    for n, (since, heavy) in zip(step.collectives(), facts, strict=True):
-        n.info["since"], n.info["heavy"] = since, heavy
+    for n, (since, heavy, needed) in zip(step.collectives(), facts, strict=True):
+        n.info["since"], n.info["heavy"], n.info["needed"] = since, heavy, needed
 
 
 def together(starts: Sequence[Node]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from shardwise.capture.ir import Step
 from shardwise.capture.passes.bucket import bucket
 from shardwise.capture.passes.counts import counts
 from shardwise.capture.passes.in_place import in_place
+from shardwise.capture.passes.kept import kept
 from shardwise.capture.passes.moves import redundant_moves
 from shardwise.capture.passes.scale import scale
 from shardwise.capture.passes.schedule import schedule
@@ -15,6 +16,7 @@ Pass = Callable[[Step], Step]
 
 DEFAULT: tuple[Pass, ...] = (
     simplify,
+    kept,
     redundant_moves,
     counts,
     bucket,
@@ -30,6 +32,7 @@ __all__ = [
     "bucket",
     "counts",
     "in_place",
+    "kept",
     "redundant_moves",
     "scale",
     "schedule",
