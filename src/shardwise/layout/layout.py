@@ -38,6 +38,7 @@ class Layout:
         shape: Global shape.
         stride: Global stride, in elements.
         dtype: The dtype.
+        is_sized: Whether a dim is cut otherwise than ``torch.chunk`` cuts.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class Layout:
         "_relatives",
         "dims",
         "dtype",
+        "is_sized",
         "mesh",
         "partial",
         "shape",
@@ -58,6 +60,7 @@ class Layout:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
+    is_sized: bool
 
     def __new__(
         cls,
@@ -87,9 +90,12 @@ class Layout:
         self._relatives = {}
         assert len(dims) == len(shape) == len(stride), "one entry per tensor dim"
         assert len(partial) == mesh.ndim, "one entry per mesh axis"
+        self.is_sized = False
         for n, axes in zip(shape, dims):
-            if isinstance(axes, Cut) and axes.total != n:
-                raise LayoutError(f"pieces of {axes.sizes} are not those of a dim of {n}.")
+            if isinstance(axes, Cut):
+                if axes.total != n:
+                    raise LayoutError(f"pieces of {axes.sizes} are not those of a dim of {n}.")
+                self.is_sized = True
         _INTERNED[key] = self
         return self
 
@@ -203,11 +209,6 @@ class Layout:
             return len(set(axes.sizes)) == 1
         return boxes.is_even(self.shape[dim], [self.mesh.shape[a] for a in axes])
 
-    @property
-    def is_sized(self) -> bool:
-        """Whether a dim is cut otherwise than ``torch.chunk`` cuts."""
-        return any(isinstance(axes, Cut) for axes in self.dims)
-
     def has_empty(self) -> bool:
         """Whether some rank holds nothing of a cut dim, or would if it were cut as ``torch.chunk`` cuts."""
         return any(self.may_be_empty(dim) for dim, axes in enumerate(self.dims) if axes)
@@ -223,6 +224,8 @@ class Layout:
     # -- relatives ---------------------------------------------------------------------------
     def with_placement(self, dims: Dims, partial: Partials) -> Layout:
         """The same tensor, placed otherwise."""
+        if partial == self.partial and dims == self.dims:
+            return self
         return Layout(self.mesh, dims, partial, self.shape, self.stride, self.dtype)
 
     def chunked(self) -> Layout:

@@ -103,7 +103,12 @@ def decide(rule: Rule, args: Sequence[Arg], pinned: Arg | None = None) -> Choice
         rule = replace(rule, divides={f: n for f, n in rule.divides.items() if f not in free})
     shards: dict[str, int] = {}
     options: list[Option] = []
+    busy = {a for arg in args for axes in arg.layout.dims for a in axes}
+    busy.update(a for arg in args for a, op in enumerate(arg.layout.partial) if op is not None)
     for axis in range(mesh.ndim):
+        if axis not in busy:  # everything is whole over it, and stays so
+            options.append(Option())
+            continue
         options.append(_cheapest(rule, args, axis, shards, pinned))
         if (f := options[-1].factor) is not None:
             shards[f] = shards.get(f, 1) * mesh.shape[axis]
@@ -328,7 +333,6 @@ def _move_cost(rule: Rule, arg: Arg, option: Option, axis: int) -> float:
     if k == 1 and layout.partial[axis] is None:
         return 0
     names = rule.ins.get(arg, ())
-    size = piece_numel(layout) * getattr(layout.dtype, "itemsize", 4)
     want_pending = _pending(rule, arg, names, option) is not None
     want_dim = (
         names.index(option.factor)
@@ -340,13 +344,18 @@ def _move_cost(rule: Rule, arg: Arg, option: Option, axis: int) -> float:
         if want_pending and pending == "sum":
             return 0
         share = 1 if want_dim is not None else 2
-        return LATENCY_BYTES + share * size * (k - 1) / k
+        return LATENCY_BYTES + share * _piece_bytes(layout) * (k - 1) / k
     if dim is not None:
         if want_pending:
             return math.inf if arg not in rule.addends else LOCAL_COST_BYTES
         if want_dim == dim:
             return 0
-        return LATENCY_BYTES + size * ((k - 1) / k if want_dim is not None else k - 1)
+        times = (k - 1) / k if want_dim is not None else k - 1
+        return LATENCY_BYTES + _piece_bytes(layout) * times
     if want_pending:
         return LOCAL_COST_BYTES if arg in rule.addends else math.inf
     return 0 if want_dim is None else LOCAL_COST_BYTES
+
+
+def _piece_bytes(layout: Layout) -> int:
+    return piece_numel(layout) * getattr(layout.dtype, "itemsize", 4)

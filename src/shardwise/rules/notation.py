@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 import re
 from typing import Any
 
@@ -134,6 +135,7 @@ def labels(text: str) -> Labels:
     return tuple(text.split())
 
 
+@lru_cache(maxsize=256)
 def numbered(prefix: str, count: int) -> Labels:
     """``count`` labels: prefix0, prefix1, ..."""
     return tuple(f"{prefix}{i}" for i in range(count))

@@ -79,9 +79,14 @@ def elementwise(
     operands: list[Arg], linear: tuple[frozenset[Arg], ...] = (), results: int = 1
 ) -> Rule:
     """The rule of an op that broadcasts its operands and works element by element."""
-    shape = tuple(torch.broadcast_shapes(*(a.shape for a in operands)))
-    names = numbered("d", len(shape))
-    ins = {a: aligned(a, names, shape) for a in operands}
+    shape = operands[0].shape if operands else ()
+    if all(a.shape == shape for a in operands):  # torch's broadcasting takes its time
+        names = numbered("d", len(shape))
+        ins = dict.fromkeys(operands, names)
+    else:
+        shape = tuple(torch.broadcast_shapes(*(a.shape for a in operands)))
+        names = numbered("d", len(shape))
+        ins = {a: aligned(a, names, shape) for a in operands}
     return Rule(ins, (names,) * results, linear=linear, out_shapes=(shape,) * results)
 
 
