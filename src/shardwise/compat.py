@@ -524,6 +524,7 @@ def compile_flat(graph: Any, inputs: list[Any], mode: Any) -> Callable[[list[Any
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it imports
+        from torch._functorch import config as aot_config
         from torch._guards import TracingContext, tracing
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -535,11 +536,16 @@ def compile_flat(graph: Any, inputs: list[Any], mode: Any) -> Callable[[list[Any
         return inner[-1][1]
 
     gives = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
-    # the key of the step holds shapes and strides; with a context inductor keeps what it compiled on disk
-    with torch.no_grad(), config.patch(size_asserts=False):
-        context = TracingContext(mode)
-        with tracing(context):
-            wrapped: Any = compile_fx(graph, inputs, inner_compile=keep)
+    context = TracingContext(mode)  # with one, inductor keeps what it compiled on disk
+    with (
+        torch.no_grad(),
+        config.patch(size_asserts=False),  # the key of the step holds shapes and strides
+        aot_config.patch(
+            enable_autograd_cache=False
+        ),  # it keeps the wrapper, and hides what is in it
+        tracing(context),
+    ):
+        wrapped: Any = compile_fx(graph, inputs, inner_compile=keep)
     meta = context.fw_metadata
     plain = (
         len(inner) == 1

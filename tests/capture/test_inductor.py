@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from typing import Any
+import weakref
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from shardwise import (
 from shardwise.capture import inductor
 from shardwise.capture.report import explain
 from shardwise.errors import CaptureError
+from shardwise.parallel import data_parallel
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="inductor needs a C++ compiler"
@@ -217,6 +219,100 @@ def views_and_writes() -> None:
         for a, b in zip(*outs, strict=True):
             torch.testing.assert_close(b, a)
     assert compiled.last.compiled.parts
+
+
+@pytest.mark.parametrize(("first", "parts"), [(2, 1), (1, 0)])
+def test_memory_that_is_shared_and_written(
+    first: int, parts: int, interpreted: list[Any]
+) -> None:
+    def step(x: Any, y: Any) -> Any:
+        x.add_(1)
+        y.mul_(3)
+        x.mul_(2)
+        return x.sum() + y.sum()
+
+    def fresh() -> Any:
+        both = torch.arange(6.0)
+        return both, both[:2], both[first:]  # side by side; or over each other: call by call
+
+    compiled = capture(step, compile="inductor")
+    for _ in range(3):
+        (a, *given), (b, *others) = fresh(), fresh()
+        assert torch.equal(compiled(*given), step(*others))
+        assert torch.equal(a, b)
+    assert len(compiled.last.compiled.parts) == parts
+
+
+def test_draws_go_first_and_cut_nothing(interpreted: list[Any]) -> None:
+    def dropped() -> Any:
+        mesh = on_mesh()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.GELU(), nn.Dropout(0.2))
+        model = data_parallel(net, mesh)  # it computes with plain tensors
+
+        def step(x: Any) -> Any:
+            loss = F.dropout(model(x), 0.3).square().sum()
+            loss.backward()
+            return loss
+
+        outs = []
+        for f in (step, capture(step, compile="inductor")):
+            torch.manual_seed(1)
+            model.zero_grad()
+            outs.append([f(torch.ones(4, 6)).clone() for _ in range(4)])
+            outs[-1] += [p.grad.clone() for p in model.parameters()]
+        for a, b in zip(*outs, strict=True):
+            torch.testing.assert_close(b, a)
+        return f.last.compiled.step
+
+    (step, _) = two(dropped)
+    names = [n.name for n in step.nodes]
+    draws = [i for i, name in enumerate(names) if "bernoulli" in name]
+    parts = [i for i, name in enumerate(names) if name.startswith("compiled")]
+    assert len(draws) == 3
+    assert max(draws) < min(parts), names
+
+
+class _Freed:
+    """Notes when a tensor dies."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.alive = True
+        weakref.finalize(x, self.die)
+
+    def die(self) -> None:
+        self.alive = False
+
+
+def test_what_a_part_takes_last_may_die_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead: list[bool] = []
+
+    def run(graph: Any, fakes: list[Any], mode: Any) -> Any:
+        def call(tensors: list[Any]) -> Any:
+            watched = [_Freed(x) for x in tensors]
+            outs = graph(*[x.clone() for x in tensors])
+            tensors.clear()
+            dead.append(not all(w.alive for w in watched))
+            return outs
+
+        return call
+
+    monkeypatch.setattr(inductor, "compile_flat", run)
+
+    def step(x: Any) -> Any:
+        y = x.exp().log().exp()
+        total = x.sum().redistribute(placements=[Replicate()])
+        return (y * total).sin().cos().sin()
+
+    def died() -> None:
+        mesh = on_mesh()
+        compiled = capture(step, compile="inductor")
+        for _ in range(3):
+            x = distribute_tensor(torch.ones(4, 2), mesh, S0)
+            compiled(x)
+
+    two(died)
+    assert dead[-1]  # y does not outlive its last use
 
 
 def test_views_show_what_is_written_later(interpreted: list[Any]) -> None:

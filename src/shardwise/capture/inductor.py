@@ -90,6 +90,7 @@ def _part(nodes: list[Node], takes: list[Value], gives: list[Value]) -> Node:
         frozenset(r for n in nodes for r in n.reads),
         frozenset(r for n in nodes for r in n.writes),
         nodes[0].site,
+        {"consumes": True},
     )
 
 

@@ -69,7 +69,8 @@ class Node:
         reads: Roots that it reads.
         writes: Roots that it writes, those of new memory included.
         site: The user's line.
-        info: Facts for passes (of a collective: kind, ranks, op, tag; of a move: the mover).
+        info: Facts for passes (of a collective: kind, ranks, op, tag; of a move: the mover) and for the executor
+            (``consumes``: the first argument is a list, and its tensors may die within the call).
         body: Of a move: the nodes that carry it out.
     """
 

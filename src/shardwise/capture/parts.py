@@ -13,9 +13,21 @@ anew from the memory that they show.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
 
 from shardwise.capture.ir import RNG, Node, Step, Value, flatten
+from shardwise.compat import storage_id
 
+_EMPTY_STRIDED = torch.ops.aten.empty_strided.default
+_EMPTY = {
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty.memory_format,
+    _EMPTY_STRIDED,
+}
 LEAST = 3  # calls: a smaller part costs more to compile than it saves
 
 
@@ -119,17 +131,43 @@ def _numbers_aside(nodes: Sequence[Node], compiles: Callable[[Node], bool]) -> I
 
 
 def _early(nodes: list[Node]) -> list[Node]:
-    """Draws and constants go first, where they wait for nothing: fewer, larger parts."""
+    """Draws and constants go first, where they wait for nothing: fewer, larger parts.
+
+    What a draw fills (``empty_like`` of an activation) goes with it: it is made by its shape.
+    """
     early: list[Node] = []
-    rest: list[Node] = []
+    rest: dict[int, Node] = {}
+    empty: dict[Value, int] = {}
+    touched: set[int] = set()
     blocked = False
-    for n in nodes:
-        if n.kind == "opaque" and not n.inputs and not blocked:
+    for at, n in enumerate(nodes):
+        taken = list(dict.fromkeys(n.inputs))
+        free = n.kind == "opaque" or (n.kind == "call" and RNG in n.reads)
+        if free and not blocked and all(v in empty and v.root not in touched for v in taken):
+            early += [_made_by_shape(rest.pop(empty.pop(v))) for v in taken]
             early.append(n)
             continue
         blocked = blocked or RNG in n.reads
-        rest.append(n)
-    return early + rest
+        rest[at] = n
+        if n.kind == "call" and n.target in _EMPTY:
+            empty[n.outs[0]] = at
+        else:
+            touched |= n.reads | n.writes
+    return early + list(rest.values())
+
+
+def _made_by_shape(n: Node) -> Node:
+    """A call that makes a tensor without numbers in it, as one that takes no other tensor."""
+    fake = n.outs[0].fake
+    assert fake is not None, "it makes a tensor"
+    return replace(
+        n,
+        target=_EMPTY_STRIDED,
+        name=str(_EMPTY_STRIDED),
+        args=(list(fake.shape), list(fake.stride())),
+        kwargs={"dtype": fake.dtype, "device": fake.device},
+        reads=frozenset(),
+    )
 
 
 def _views_of(
@@ -174,6 +212,32 @@ def _shown(
 
 
 def _share(takes: Sequence[Value], written: set[int]) -> bool:
-    """Whether two of the values share memory that is written: what a compiler would have to know."""
-    roots = [v.root for v in takes if v.kind == "tensor" and v.root in written]
-    return len(set(roots)) < len(roots)
+    """Whether two of the values lie over each other in memory that is written: a compiler would have to know.
+
+    Gradients side by side in one buffer do not.
+    """
+    inside: dict[int, list[Value]] = {}
+    for v in takes:
+        if v.kind == "tensor" and v.root in written:
+            inside.setdefault(v.root, []).append(v)
+    for values in inside.values():
+        if len(values) > 1:
+            if (
+                len({storage_id(v.fake) for v in values}) > 1
+            ):  # a pass has put one in the other's place
+                return True
+            ranges = sorted(map(_range, values))
+            if any(end > start for (_, end), (start, _) in pairwise(ranges)):
+                return True
+    return False
+
+
+def _range(v: Value) -> tuple[int, int]:
+    """From which byte of its memory to which a tensor lies."""
+    fake = v.fake
+    assert fake is not None, "a tensor has a fake"
+    start, size = int(fake.storage_offset()), fake.element_size()
+    if not fake.numel():
+        return start * size, start * size
+    last = sum((int(n) - 1) * int(by) for n, by in zip(fake.shape, fake.stride(), strict=True))
+    return start * size, (start + last + 1) * size

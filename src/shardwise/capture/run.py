@@ -75,6 +75,10 @@ class _Writer:
             if target is Tensor.view and len(args) == 2 and isinstance(args[1], list):
                 args = (args[0], *(args[1] or [[]]))  # sizes one by one are parsed faster
             parts = [self.text(a) for a in args]
+            if n.info.get(
+                "consumes"
+            ):  # it empties the list: nothing else may hold what it held
+                parts[0] = "taken"
             parts += [f"{k}={self.text(a)}" for k, a in n.kwargs.items()]
             call = f"{self.constant(target)}({', '.join(parts)})"
         return f"{self.targets(n.result)} = {call}" if n.outs else call
@@ -110,12 +114,22 @@ def source_of(step: Step) -> tuple[str, dict[str, Any]]:
     if step.inputs:
         lines.append("    (" + "".join(f"v{v.index}, " for v, _ in step.inputs) + ") = inputs")
     for at in range(-1, len(nodes)):
+        gone = dying.get(at, [])
         if at >= 0:
-            lines.append("    " + writer.line(nodes[at]))
-        if at in dying:
-            lines.append("    del " + ", ".join(dying[at]))
+            n = nodes[at]
+            if n.info.get("consumes"):
+                inside = {f"v{v.index}" for v in n.args[0]}
+                lines.append(f"    taken = {writer.text(n.args[0])}")
+                lines += _deleted([v for v in gone if v in inside])
+                gone = [v for v in gone if v not in inside]
+            lines.append("    " + writer.line(n))
+        lines += _deleted(gone)
     lines.append("    return (" + "".join(f"v{v.index}, " for v in step.outputs) + ")")
     return "\n".join(lines), writer.names
+
+
+def _deleted(names: list[str]) -> list[str]:
+    return ["    del " + ", ".join(names)] if names else []
 
 
 def executor(step: Step) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
