@@ -399,6 +399,20 @@ def left_to_outer_backward(callback: Any) -> bool:
     return True
 
 
+def on_undefined_grad(local_of: Any, like: Any) -> None:
+    """Let the node with which ``gradcheck`` withholds a gradient work on the local of a tensor, if it has one."""
+    native = torch._C._functions.UndefinedGrad
+
+    def make() -> Any:
+        def withhold(x: torch.Tensor) -> torch.Tensor:
+            local = local_of(x)
+            return native()(x) if local is None else like(x, native()(local))
+
+        return withhold
+
+    torch._C._functions.UndefinedGrad = make
+
+
 def on_data_set(check: Any) -> None:
     """Call ``check(x, value)`` before ``x.data = value`` of a tensor whose class has no ``data`` of its own.
 

@@ -110,3 +110,36 @@ def test_a_block_more(zoo, makes, axes, expected):
     ):
         assert three - two == expected
         assert not two - three
+
+
+def test_parameters_outside_of_the_plan_are_reduced_together_once_they_are_dtensors():
+    def on_rank():
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                {
+                    "n": torch.nn.LayerNorm(8),
+                    "a": torch.nn.Linear(8, 16),
+                    "b": torch.nn.Linear(16, 8),
+                }
+            )
+            for _ in range(3)
+        )
+        plan = {
+            "*.a": ColwiseParallel(use_local_output=False),
+            "*.b": RowwiseParallel(use_local_output=False),
+        }
+        parallelize_module(blocks, mesh, plan)
+        counts = []
+        for _ in range(2):
+            x = shardwise.distribute_tensor(torch.ones(4, 8), mesh)
+            for b in blocks:
+                x = x + b["b"](b["a"](b["n"](x)).relu())
+            with shardwise.CommLog() as log:
+                x.square().mean().backward()
+            counts.append(log.count())
+            shardwise.distribute_module(blocks, mesh)
+        assert counts[0] - counts[1] >= 2 * len(blocks)  # of each norm two gradients
+        assert counts[1] == len(blocks) + 1  # an input each, and one bucket
+
+    shardwise.simulate(on_rank, 2)

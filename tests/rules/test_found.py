@@ -83,6 +83,23 @@ def test_a_negative_count_raises_on_all_ranks() -> None:
     simulate(fn, 2)
 
 
+@pytest.mark.parametrize(
+    "f",
+    [torch.unique, torch.unique_consecutive, lambda x: torch.histogram(x, 3)[0]],
+    ids=["unique", "unique_consecutive", "histogram"],
+)
+def test_a_gradient_that_torch_does_not_know_is_not_lost(f: Any) -> None:
+    def fn() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for p in (R, S(0), S(1)):
+            x = distribute_tensor(torch.randn(4, 3), mesh, [p]).requires_grad_()
+            loss = f(x).sum() + x.sum()
+            with pytest.raises((NotImplementedError, RuntimeError), match="not implemented"):
+                loss.backward()
+
+    simulate(fn, 2)
+
+
 def test_repeated() -> None:
     counts = torch.tensor([2, 0, 1, 3, 0, 0, 1])
 

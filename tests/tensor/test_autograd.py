@@ -749,6 +749,17 @@ def test_a_plain_tensor_takes_in_a_dtensor(shape: Any, ps: Any, name: str, leaf:
 
 
 @placed
+def test_gradcheck(shape: Any, ps: Any) -> None:
+    def fn(mesh: Any) -> None:
+        for f in (lambda t: t.tanh() @ t.T, lambda t: (t.softmax(0) ** 2).sum()):
+            d = distribute_tensor(torch.randn(3, 2, dtype=torch.float64), mesh, ps)
+            assert torch.autograd.gradcheck(f, (d.requires_grad_(),))
+            assert torch.autograd.gradgradcheck(f, (d,))
+
+    on_mesh(shape, fn)
+
+
+@placed
 def test_a_plain_seed_gets_the_whole_gradient(shape: Any, ps: Any) -> None:
     x, _ = pair()
     v = torch.randn_like(x)

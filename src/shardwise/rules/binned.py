@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.rules.edges import underivable
 from shardwise.rules.extremum import group_extremum, piece_extremum
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
@@ -225,7 +226,8 @@ def histogram(
         made = torch.histogram(x, bins, weight=weight, **more)
         hist = group.reduce(made.hist, "sum")
         if density:
-            hist = hist / (made.bin_edges.diff() * hist.sum())
+            hist = hist / (made.bin_edges.detach().diff() * hist.sum())
+        hist = underivable(hist, "histogram", *([x] if weight is None else [x, weight]))
         return torch.return_types.histogram((hist, made.bin_edges))
 
     return Rule(

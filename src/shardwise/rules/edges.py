@@ -73,6 +73,29 @@ def marked(
     return result
 
 
+class _NoDerivative(torch.autograd.Function):
+    """A result of which torch knows no derivative: one that were not asked for would be lost without a word."""
+
+    @staticmethod
+    def forward(result: Tensor, name: str, *tensors: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"the derivative for '{ctx.name}' is not implemented.")
+
+
+def underivable(result: Tensor, name: str, *tensors: Tensor) -> Tensor:
+    """A result made without autograd, of an op (called ``name``) whose derivative torch does not know: backward raises."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _NoDerivative.apply(result, name, *tensors)  # pyright: ignore[reportReturnType]
+    return result
+
+
 class Unempty:
     """The call where the piece of the result holds anything; the kernels refuse pieces that do not.
 

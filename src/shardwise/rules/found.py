@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.layout import Layout
+from shardwise.rules.edges import underivable
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.pointwise import choice
 from shardwise.rules.registry import rule
@@ -252,7 +253,7 @@ def _different(
         sizes = counts_of(group, len(value), value.device)
         merged = torch.cat(gathered(group, value, sizes))
         value, again, _ = func(merged, return_inverse=True, return_counts=True, **given)
-        out = [value]
+        out = [underivable(value, func.__name__, input)]
         if inverse:
             first = sum(sizes[: group.index])
             mine = again[first : first + sizes[group.index]]
@@ -260,7 +261,7 @@ def _different(
         if counts:
             total = torch.cat(gathered(group, count, sizes))
             out.append(total.new_zeros(len(value)).index_add_(0, again, total))
-        return tuple(out) if len(out) > 1 else value
+        return tuple(out) if len(out) > 1 else out[0]
 
     outs: list[Labels] = [(WHOLE,)]
     shapes: list[Any] = [(None,)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from shardwise.comm.execute import mover
-from shardwise.compat import run_backward
+from shardwise.compat import on_undefined_grad, run_backward
 from shardwise.errors import GradientError, LayoutError
 from shardwise.program.spec import Spec
 from shardwise.tensor.casts import onto
@@ -188,3 +188,9 @@ def _row_by_row(
         for i in range(count)
     ]
     return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows))
+
+
+on_undefined_grad(
+    lambda x: x._local if isinstance(x, DTensor) else None,
+    lambda x, local: wrap(local, x._spec),
+)
