@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
+import itertools
 import types
 from typing import Any
 
@@ -152,6 +154,73 @@ def test_what_a_library_holds() -> None:
         return changed(lambda x: library.f(x) * library.scale, *changes)(wrap)
 
     same(case)
+
+
+def test_what_is_asked_for_by_a_name_that_is_computed() -> None:
+    class Deep:
+        k = 1.0
+
+    def case(wrap: Any) -> Any:
+        weights_of, steps, kinds = {"a": 1.0, 3: 2.0}, list(range(20)), {"relu"}
+        held: Any = Deep()
+        held.w_a = 1.0
+        inner: Any = held
+        for _ in range(5):
+            inner.next = inner = Deep()
+        inner.weight = full((4,), 1.0)
+        name = "a"
+
+        @functools.lru_cache
+        def cached(x: float) -> float:
+            return x * weights_of[3]
+
+        def chain(depth: int) -> Any:
+            return (lambda x: x * inner.k) if depth == 0 else lambda x: chain(depth - 1)(x)
+
+        last = chain(9)
+
+        def step(x: Any, more: Any = (1.0,)) -> Any:
+            for _, w in weights_of.items():
+                x = x * w
+            x = x.relu() if "relu" in kinds else x
+            x = last(x) * steps[15] * getattr(held, "w_" + name) * more[0]
+            return x * held.next.next.next.next.next.weight * cached(1.0)
+
+        changes = [
+            lambda: weights_of.update(a=3.0),
+            lambda: weights_of.update(b=2.0),
+            lambda: steps.__setitem__(15, 7),
+            put(held, "w_a", 2.0),
+            kinds.clear,
+            put(inner, "k", 2.0),
+            put(inner, "weight", full((4,), 2.0)),
+            lambda: (cached.cache_clear(), weights_of.__setitem__(3, 5.0)),
+            put(step, "__defaults__", ((2.0,),)),
+        ]
+        return changed(step, *changes)(wrap)
+
+    same(case)
+
+
+def test_counters_that_the_step_does_not_read_cost_one_capture() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.seen, self.best = linear(), 0, 1.0
+
+        def step(self, x: Any) -> Any:
+            return self.model(x)
+
+    def run() -> None:
+        trainer, log = Trainer(), {"calls": 0}
+        step = capture(lambda x: trainer.step(x) if log is not None else x)
+        for i in range(30):
+            x = noise()
+            got = step(x)
+            assert torch.equal(got.full_tensor(), trainer.model(x).full_tensor())
+            trainer.seen, trainer.best, log["calls"] = i, 1.0 / (i + 1), i
+        assert step.captures == 2
+
+    simulate(run, world_size=2)
 
 
 def test_methods_of_modules_beside_forward() -> None:
@@ -431,5 +500,25 @@ def test_a_check_of_values_is_made_at_each_run() -> None:
             captured(noise())
         with pytest.raises(RuntimeError):
             captured(noise() + 1000)
+
+    simulate(run, world_size=2)
+
+
+def test_what_an_iterator_gives_is_that_of_one_call() -> None:
+    def run() -> None:
+        data = torch.utils.data.TensorDataset(torch.arange(12.0))
+        values: list[Any] = [
+            iter(range(9)),
+            itertools.count(1),
+            zip(iter([1, 2, 3, 4])),
+            (i for i in range(9)),
+            enumerate([5, 6, 7, 8]),
+            iter(torch.utils.data.DataLoader(data, batch_size=2)),
+        ]
+        for it in values:
+            step = capture(lambda x, it=it: (x, next(it))[0] * 2)
+            step(noise())
+            with pytest.raises(CaptureError, match="an iterator"):
+                step(noise())
 
     simulate(run, world_size=2)

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Iterator
 import random
 import sys
+import types
 from typing import Any
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +36,9 @@ class Aftermath:
     """
 
     def __init__(self, state: State) -> None:
-        self.held = [*state.held, *state.unnamed()]
+        self.held = [*state.held, *state.unnamed]
         self.containers = [(name, c, c.copy()) for name, c in state.containers]
+        self.iterators = [(name, it, position(it)) for name, it in state.iterators]
         self.taken: list[tuple[Any, Any, Any]] = []
 
     def places(self, tape: Tape, cells: list[Cell]) -> list[Cell]:
@@ -44,6 +47,12 @@ class Aftermath:
         Raises:
             CaptureError: Something else was left that no later run would leave.
         """
+        for name, it, was in self.iterators:
+            if position(it) != was:
+                raise tape.refuse(
+                    f"it takes from {name}, an iterator, what a later run would not take from it",
+                    ["pass what it gives as an argument"],
+                )
         known = {(id(c.holder), c.key) for c in cells}
         found: dict[Any, Cell] = {}
         for name, holder, key, was, now in self._changes():
@@ -120,6 +129,33 @@ def _put(holder: Any, key: Any, x: Any) -> None:
     elif isinstance(holder, deque):
         while len(holder) > key:
             holder.pop()
+
+
+def position(it: Any) -> Any:
+    """What is another when something was taken from an iterator, as far as it shows."""
+    if isinstance(it, types.GeneratorType):
+        frame = it.gi_frame
+        return frame and (frame.f_lasti, [id(x) for x in frame.f_locals.values()])
+    yielded = vars(it).get("_num_yielded") if hasattr(it, "__dict__") else None
+    if yielded is not None:  # of a DataLoader
+        return yielded
+    if type(it).__module__ not in ("builtins", "itertools"):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            parts = it.__reduce__()
+    except TypeError:  # a file, say
+        return None
+    return [_shown(x) for x in parts]
+
+
+def _shown(x: Any) -> Any:
+    if isinstance(x, Iterator):
+        return position(x)
+    if isinstance(x, tuple):
+        return [_shown(y) for y in x]
+    return len(x) if isinstance(x, list) else id(x) if not _number(x) else x
 
 
 def _number(x: Any) -> bool:

@@ -21,6 +21,7 @@ from shardwise.capture.state import (
     Cell,
     State,
     TableCell,
+    is_value,
     liftable,
     local_of,
     shown_cells,
@@ -181,6 +182,31 @@ class Recording:
     effects: Effects
     read: list[tuple[Cell, Any]]
     guards: list[Any]
+
+    def does_as(self, other: Recording) -> bool:
+        """Whether it would do the same as another at every run, as far as can be told."""
+        mine, theirs = self._constants(), other._constants()
+        return (
+            str(self.step) == str(other.step)
+            and self.results.tree == other.results.tree
+            and len(mine) == len(theirs)
+            and all(map(_equal, mine, theirs))
+        )
+
+    def _constants(self) -> list[Any]:
+        """What the text of the step does not show."""
+        found = [x for x in self.results.leaves if not isinstance(x, Tensor)]
+        found += [x for _, x in self.effects.reset]
+        found += [
+            x for _, compare, other, answer in self.guards for x in (compare, other, answer)
+        ]
+        return found + list(self.step.tape.constants.values())
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a is b or (is_value(a) and type(a) is type(b) and a == b)
 
 
 def record(

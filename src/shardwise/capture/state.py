@@ -36,7 +36,9 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = frozenset(nn.Module().__dict__)
 MANY = 1024  # a table of more is data
 FEW = 8  # numbers in a list of more are data
-DEPTH = 4  # of containers and of functions that call functions
+SOME = 64  # so many are looked at nevertheless
+DEPTH = 8  # of containers and objects in each other
+MOST = 20_000  # objects that are looked into
 _OPEN = ("torch.optim", "torch.amp")
 
 
@@ -106,9 +108,11 @@ class State:
         tensors: Tensors found elsewhere, as cells.
         all_modules: All modules, the inner ones included, each once.
         all_parameters: All parameters, each once.
-        held: Where what is no tensor was found, and what was there: an object, or a number that the code names.
+        held: Where what is no tensor was found, and what was there: an object, a number, text.
+        loose: Those numbers and texts among them that no code names: it may ask for them by a name that it computes.
         containers: Lists, dicts and tables of attributes that were looked into, with names.
         generators: Random generators.
+        iterators: With names.
         hooks: Tables of hooks, and the keys in them.
         lengths: Containers and tables of modules, with names, and how much is in them.
     """
@@ -120,8 +124,11 @@ class State:
         self.all_modules: list[nn.Module] = []
         self.all_parameters: list[Tensor] = []
         self.held: list[tuple[Cell, Any]] = []
+        self.loose: list[tuple[Cell, Any]] = []
         self.containers: list[tuple[str, Any]] = []
         self.generators: list[torch.Generator] = []
+        self.iterators: list[tuple[str, Iterator[Any]]] = []
+        self.unnamed: list[tuple[Cell, Any]] = []  # loose places that do not count
         self._attributes: list[tuple[Cell, Any]] = []
         self._codes: set[str] = set()
         self._kinds: dict[Any, None] = {}  # classes and libraries whose members code may name
@@ -133,8 +140,14 @@ class State:
         self._kept: list[Any] = []  # so that no id is used twice
 
     @classmethod
-    def of(cls, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
-        """What a function works on, called with these arguments."""
+    def of(
+        cls,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ignored: Collection[tuple[int, Any]] = (),
+    ) -> State:
+        """What a function works on, called with these arguments; ``ignored``: loose places that do not count."""
         state = cls()
         state.look("", fn)
         for i, x in enumerate(tree_flatten((args, kwargs))[0]):
@@ -149,7 +162,14 @@ class State:
             tables = [vars(optimizer).get(key) for key in _STEP_HOOKS]
             state.hooks += [(t, tuple(t)) for t in tables if t is not None]
         state.lengths += [(name, c, len(c)) for name, c in state.containers]
-        state.held += [(c, x) for c, x in state._attributes if c.key in state._codes]
+        for cell, x in state._attributes:
+            if cell.key in state._codes:
+                state.held.append((cell, x))
+            elif (id(cell.holder), cell.key) in ignored or _is_data(cell.holder):
+                state.unnamed.append((cell, x))
+            else:
+                state.loose.append((cell, x))
+        state.held += state.loose
         state.all_parameters = [p for _, p in state.parameters().values()]
         return state
 
@@ -158,7 +178,7 @@ class State:
     def look(self, name: str, x: Any, depth: int = DEPTH) -> None:
         """Find what is in ``x``."""
         plain = x is None or isinstance(x, (str, bytes, int, float, bool, Tensor))
-        if plain or id(x) in self._seen:
+        if plain or id(x) in self._seen or len(self._kept) > MOST:
             return
         if isinstance(x, (type, types.ModuleType)):
             if not is_frozen(x.__module__ if isinstance(x, type) else x.__name__):
@@ -184,13 +204,19 @@ class State:
             self.look(name, x.__self__, depth)
             self.look(name, x.__func__, depth)
         elif isinstance(x, types.FunctionType):
-            self._look_into(x, depth)
+            self._look_into(x, DEPTH)
         elif isinstance(x, (dict, list, deque)):
             self.containers.append((name, x))
             self._items(name, x, depth)
         elif isinstance(x, (tuple, set, frozenset)):
+            if isinstance(x, set) and len(x) <= MANY:
+                self.hooks.append((x, tuple(x)))  # what is in it counts, not where
             self._items(name, list(x), depth)
         else:
+            if isinstance(x, Iterator):
+                self.iterators.append((name, x))
+            if isinstance(x, functools._lru_cache_wrapper):
+                self.look(name, x.__wrapped__)
             home, held = type(x).__module__, getattr(x, "__dict__", None)
             strange = not is_quiet(home)
             for key in _slots_of(type(x)) if strange else ():
@@ -230,9 +256,11 @@ class State:
         pairs = held.items() if isinstance(held, dict) else enumerate(held)
         for key, y in list(pairs):
             few = isinstance(held, dict) or len(held) <= FEW
+            cell = Cell(f"{name}.{key}", "state", held, key)
             if (few and numbers) or not _plain(y):
-                cell = Cell(f"{name}.{key}", "state", held, key)
                 self._place(cell, y, depth - 1, attribute=isinstance(held, dict))
+            elif numbers:
+                self._attributes.append((cell, y))
 
     def _place(self, cell: Cell, x: Any, depth: int, *, attribute: bool = False) -> None:
         """What is at a place: a tensor is an input, anything else is to stay there."""
@@ -260,6 +288,9 @@ class State:
             except ValueError:  # not bound yet
                 continue
             self._place(Cell(name, "state", cell, "cell_contents"), held, depth - 1)
+        if function.__defaults__:
+            cell = Cell(f"defaults of {function.__name__}", "state", function, "__defaults__")
+            self.held.append((cell, function.__defaults__))
         for default in (
             *(function.__defaults__ or ()),
             *(function.__kwdefaults__ or {}).values(),
@@ -380,9 +411,13 @@ class State:
             ]
         )
 
-    def unnamed(self) -> list[tuple[Cell, Any]]:
-        """Numbers in attributes and dicts that no code names."""
-        return [(c, x) for c, x in self._attributes if c.key not in self._codes]
+    def moved_loose(self) -> list[Cell]:
+        """The loose places that hold something else than when they were looked at."""
+        return [
+            c
+            for c, x in self.loose
+            if (now := c.read()) is not x and not (type(now) is type(x) and now == x)
+        ]
 
     def signature(self) -> tuple[Any, ...]:
         """What was found, as part of a key."""
@@ -476,6 +511,10 @@ def _slots_of(kind: type) -> list[str]:
 
 def _plain(x: Any) -> bool:
     return x is None or isinstance(x, (str, bytes, int, float))
+
+
+def _is_data(holder: Any) -> bool:
+    return isinstance(holder, (dict, list, deque)) and len(holder) > SOME
 
 
 def is_value(x: Any) -> bool:

@@ -33,7 +33,7 @@ from shardwise.capture.passes import DEFAULT, Pass
 from shardwise.capture.record import LIFTED_NUMBERS, NewStateError, Recording, record
 from shardwise.capture.replay import MISS, replayer
 from shardwise.capture.run import executor
-from shardwise.capture.state import State, liftable, local_of
+from shardwise.capture.state import Cell, State, liftable, local_of
 from shardwise.comm.transport import current
 from shardwise.compat import autocast_dtype, kernel_flags, storage_id, tree_flatten
 from shardwise.errors import CaptureError
@@ -144,7 +144,8 @@ class Captured:
         state = own.states.get(where)
         moved = None if state is None else state.stale()
         if state is None or moved is not None:
-            state = own.states[where] = State.of(self.fn, args, kwargs)
+            own.suspects = [] if state is None else state.moved_loose()
+            state = own.states[where] = State.of(self.fn, args, kwargs, own.ignored)
             own.moved = moved.name if moved is not None else own.moved
         memory = _memory(leaves)
         key = (
@@ -158,6 +159,7 @@ class Captured:
             found = self._capture(own, key, args, kwargs, where, memory)
             if found is None:
                 return self.fn(*args, **kwargs)
+            state = own.states[where]
         own.watch(found, state, args, kwargs, memory)
         return found(leaves)
 
@@ -184,12 +186,9 @@ class Captured:
                     f"capture(..., max_captures={2 * self.max_captures})",
                 ],
             )
-        state = own.states[where] = State.of(self.fn, args, kwargs)
+        state = own.states[where] = State.of(self.fn, args, kwargs, own.ignored)
         if own.vary(state):
-            key = (
-                *key[: -len(_surroundings(state, own.lifted))],
-                *_surroundings(state, own.lifted),
-            )
+            key = own.key_for(key, state)
         transport = current()
         known = [*(c.read() for c in state.cells()), *tree_flatten((args, kwargs))[0]]
         ranks = ranks_of(x._spec.layout for x in known if isinstance(x, DTensor))
@@ -207,6 +206,9 @@ class Captured:
             raise
         found = self._ready(own, recording, state, memory, ranks or group_of(recording.step))
         own.captures += 1
+        if own.ignore(recording):
+            state = own.states[where] = State.of(self.fn, args, kwargs, own.ignored)
+            key = own.key_for(key, state)
         own.steps[key] = found
         return found
 
@@ -305,6 +307,8 @@ class _OfRank:
         moved: The place that was last seen to hold something else.
         agreed: Steps that the ranks have agreed on, by digest: the facts of the collectives, and their order (None:
             as recorded).
+        suspects: Loose places that held something else at the last look.
+        ignored: Those that the step was seen not to depend on, with their holders.
         ready: Steps that can be run at once, newest first, with what does it (``replay.py``).
     """
 
@@ -315,6 +319,8 @@ class _OfRank:
         self.lifted, self.may_lift = LIFTED_NUMBERS, True
         self.moved = ""
         self.agreed: dict[str, tuple[Any, str | None]] = {}
+        self.suspects: list[Cell] = []
+        self.ignored: dict[tuple[int, Any], Any] = {}
         self.ready: list[tuple[CapturedStep, Callable[..., Any]]] = []
         self._numbers: dict[str, Any] = {}
 
@@ -332,6 +338,19 @@ class _OfRank:
         self.lifted = self.lifted | changed
         self.steps.clear()  # they took these for constants
         self.ready.clear()
+        return True
+
+    def key_for(self, key: tuple[Any, ...], state: State) -> tuple[Any, ...]:
+        """The key with another state in it."""
+        around = _surroundings(state, self.lifted)
+        return (*key[: -len(around)], *around)
+
+    def ignore(self, recording: Recording) -> bool:
+        """Whether the loose places that hold something else count no more: a step like an earlier one has come of it."""
+        suspects, self.suspects = self.suspects, []
+        if not suspects or not any(recording.does_as(s.recording) for s in self.steps.values()):
+            return False
+        self.ignored.update({(id(c.holder), c.key): c.holder for c in suspects})
         return True
 
     def watch(

@@ -101,7 +101,7 @@ class Tape(TorchDispatchMode):
         self._roots: dict[int, int] = {}
         self._firsts: dict[int, Value] = {}  # by memory: the first value that lies there
         self._next = 0
-        self._constants: dict[int, Tensor] = {}
+        self.constants: dict[int, Tensor] = {}
         self.restores: list[Callable[[], None]] = []
         self._collectives = 0
         self._draws: dict[
@@ -360,7 +360,7 @@ class Tape(TorchDispatchMode):
         out = self.new_value(fake)
         keep = x.clone()
         self._note("opaque", "constant", keep.clone, (), {}, (out,), out)
-        self._constants[out.index] = keep
+        self.constants[out.index] = keep
         return fake
 
     def _fresh(self, like: Tensor) -> Tensor:
