@@ -147,6 +147,56 @@ def check_our_own_save_and_load(folder, rank):
         checkpoint.save({"x": torch.ones(1)}, folder / "ours", step=2)
 
 
+def check_chosen_sizes(folder, rank):
+    """Cuts at chosen sizes, pieces of nothing included: by torch's functions and ours, and in torch's DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import (
+        Shard as TorchShard,
+        distribute_tensor as torch_distribute,
+    )
+
+    cuts = {
+        "line": (line, [S(0, sizes=(1, 0, 4, 2))]),
+        "pair": (lambda: line(2), [S(1, sizes=(5, 0))]),
+        "grid": (grid, [S(0, sizes=(6, 1)), S(1, sizes=(1, 4))]),
+        "both": (grid, [S(1, sizes=(2, 3)), R]),
+        "even": (line, [S(1)]),
+    }
+
+    def cut(name, blank=False):
+        mesh, placements = cuts[name]
+        x = TENSORS["uneven"]
+        full = torch.zeros_like(x) if blank else x
+        return {"x": distribute_tensor(full, mesh(), placements)}
+
+    for name in cuts:
+        dcp.save(cut(name), checkpoint_id=folder / f"chosen-{name}")
+        checkpoint.save(cut(name), folder / f"chosen-{name}-ours")
+        checkpoint.async_save(cut(name), folder / f"chosen-{name}-async").result()
+    for source in cuts:
+        for target in cuts:
+            for form in ("", "-ours", "-async"):
+                for load in (
+                    lambda got, path: dcp.load(got, checkpoint_id=path),
+                    checkpoint.load,
+                ):
+                    got = cut(target, blank=True)
+                    load(got, folder / f"chosen-{source}{form}")
+                    same(got, cut(target))
+    mesh = init_device_mesh("cpu", (4,))
+    theirs = {"x": torch_distribute(torch.zeros(7, 5).double(), mesh, [TorchShard(1)])}
+    dcp.load(theirs, checkpoint_id=folder / "chosen-grid-ours")
+    assert torch.equal(theirs["x"].full_tensor(), TENSORS["uneven"])
+    dcp.save(theirs, checkpoint_id=folder / "chosen-theirs")
+    got = cut("line", blank=True)
+    checkpoint.load(got, folder / "chosen-theirs")
+    same(got, cut("line"))
+    checkpoint.save_safetensors(cut("grid"), folder / "chosen.safetensors")
+    got = cut("line", blank=True)
+    checkpoint.load(got, folder / "chosen.safetensors")
+    same(got, cut("line"))
+
+
 def check_async_save(folder, rank):
     kept = state("grid")
     kept["parameter"] = torch.nn.Parameter(distribute_tensor(value(6, 6), grid(), [S(1), R]))
@@ -185,6 +235,7 @@ def check_pending_sums_are_refused(folder, rank):
 CHECKS = [
     check_any_layout_to_any,
     check_torch_reads_ours_and_we_read_torchs,
+    check_chosen_sizes,
     check_async_save,
     check_our_own_save_and_load,
     check_fewer_processes,
