@@ -221,6 +221,8 @@ OPTIMIZERS = [
     lambda ps: torch.optim.Adafactor(ps),
     lambda ps: torch.optim.ASGD(ps, lambd=0.1),
     lambda ps: torch.optim.Rprop(ps),
+    lambda ps: torch.optim.Adagrad(ps, 0.1),
+    lambda ps: torch.optim.NAdam(ps, torch.tensor(0.1), foreach=False),
 ]
 
 
@@ -267,6 +269,60 @@ def test_optimizers_go_on_in_another_parallelism(tmp_path, make):
 
     simulate(save, 2)
     simulate(go_on, 3)
+
+
+def small(place, size, meta=False):
+    model = nn.Linear(6, 5).double()
+    for name, p in list(model.named_parameters()):
+        q = nn.Parameter(distribute_tensor(p.detach(), mesh_of(size), [place]))
+        setattr(model, name, q)
+    return model.to("meta") if meta else model
+
+
+def trained(model, optimizer, steps):
+    def loss():
+        optimizer.zero_grad()
+        value = model(X).square().mean()
+        value.backward()
+        return value
+
+    return [float(whole(optimizer.step(loss).detach())) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("how", ["load", "full"])
+@pytest.mark.parametrize("kind", ["Adagrad", "LBFGS", "Adam"])
+def test_optimizers_of_parameters_on_the_meta_device(tmp_path, kind, how):
+    """What the optimizer made for them then, and lists of tensors, whole ones, too."""
+    options = {"lr": torch.tensor(0.1)} if kind == "Adam" else {"lr": 0.1}
+    make = lambda model: getattr(torch.optim, kind)(model.parameters(), **options)  # noqa: E731
+    full = checkpoint.StateDictOptions(full_state_dict=True)
+    states = {}
+
+    def save(rank):
+        torch.manual_seed(3)
+        model = small(Shard(0), 2)
+        optimizer = make(model)
+        trained(model, optimizer, 2)
+        checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+        taken = checkpoint.get_state_dict(model, optimizer, options=full)
+        states[rank] = copy.deepcopy(taken)
+        return trained(model, optimizer, 2)
+
+    def go_on(rank):
+        model = small(Replicate() if how == "load" else Shard(0), 3, meta=True)
+        optimizer = make(model)
+        if how == "load":
+            checkpoint.load({"model": model, "optimizer": optimizer}, tmp_path / "c")
+        else:
+            mine, its = states[0]
+            checkpoint.set_state_dict(
+                model, optimizer, model_state_dict=mine, optim_state_dict=its
+            )
+        return trained(model, optimizer, 2)
+
+    want = simulate(save, 2)
+    got = simulate(go_on, 3)
+    torch.testing.assert_close(got, [*want, want[0]], rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 1), (1, 4)])

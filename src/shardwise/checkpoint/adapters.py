@@ -154,7 +154,8 @@ def _optimizer_template(
         inner = at[depth:]
         if inner[0] == "param_groups":
             out["param_groups"] = out["param_groups"] or []
-            put(out, inner, None)
+            tensor = isinstance(entry, TensorEntry)  # of a learning rate, say
+            put(out, inner, torch.empty(entry.shape, dtype=entry.dtype) if tensor else None)
         elif inner[0] == "state" and inner[1] in parameters:
             name, what = str(inner[1]), str(inner[2])
             have = state.get(name, {}).get(what) if len(inner) == 3 else None

@@ -203,15 +203,18 @@ def _converted(state: State, options: Any) -> State:
     drop = options.full_state_dict and options.cpu_offload and current().rank != 0
     out: State = {}
     for key, value in state.items():
-        if isinstance(value, dict):
-            made: Any = _converted(value, options)
-        elif isinstance(value, Tensor):
-            made = _converted_tensor(value.detach(), options)
-        else:
-            made = value
+        made = _converted_value(value, options)
         if not drop:
             out[key] = made
     return out
+
+
+def _converted_value(value: Any, options: Any) -> Any:
+    if isinstance(value, dict):
+        return _converted(value, options)
+    if isinstance(value, list):  # LBFGS keeps its history so
+        return [_converted_value(inner, options) for inner in value]
+    return _converted_tensor(value.detach(), options) if isinstance(value, Tensor) else value
 
 
 def _converted_tensor(value: Tensor, options: Any) -> Tensor:
@@ -499,7 +502,13 @@ def _give(
 ) -> None:
     """Set the settings of groups, and the state of each parameter that there is one for."""
     for group, kept in chosen:
-        group.update(kept)
+        for k, value in kept.items():
+            have = group.get(k)
+            if isinstance(value, Tensor):  # each group has its own, where it had one
+                value = value.detach().to(
+                    have.device if isinstance(have, Tensor) else value.device, copy=True
+                )
+            group[k] = value
     for optimizer in _list(optimizers):
         for group in optimizer.param_groups:
             on_device = group.get("capturable") or group.get("fused")
@@ -588,13 +597,21 @@ def _set_state(optimizer: Optimizer, p: Tensor, values: State, on_device: Any) -
     own = optimizer.state[p]
     for key, value in values.items():
         if not isinstance(value, Tensor):
-            own[key] = value
+            own[key] = _list_like(value, p) if isinstance(value, list) else value
             continue
         have = own.get(key)
-        if isinstance(have, Tensor) and have.shape == value.shape and have.dtype == value.dtype:
+        fits = isinstance(have, Tensor) and (have.shape, have.dtype) == (
+            value.shape,
+            value.dtype,
+        )
+        if fits and not have.is_meta:
             fill(have, value)
         else:
             own[key] = state_like(value, p, on_device and key == "step")
+
+
+def _list_like(values: list[Any], p: Tensor) -> list[Any]:
+    return [state_like(v, p) if isinstance(v, Tensor) else v for v in values]
 
 
 def state_like(value: Tensor, p: Tensor, on_device: Any = False) -> Tensor:
