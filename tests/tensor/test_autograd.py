@@ -22,7 +22,7 @@ from shardwise import (
     simulate,
 )
 from shardwise.errors import LayoutError
-from shardwise.testing.sweep import lay_out
+from shardwise.testing.sweep import lay_out, sweep
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
@@ -746,6 +746,33 @@ def test_a_plain_tensor_takes_in_a_dtensor(shape: Any, ps: Any, name: str, leaf:
             torch.testing.assert_close(dh, h)
 
     on_mesh(shape, fn)
+
+
+SHORT: dict[str, Callable[..., Any]] = {
+    "a row": lambda x: (x.sin()[1] * 2).sin(),
+    "rows": lambda x: (x.sin()[1:2] * 2).sin(),
+    "a row that is written to": lambda x: filled(x.clone(), lambda b: b[1].mul_(2.0)).sin(),
+    "cat": lambda x: torch.cat([x.sin(), x.cos()]).sin(),
+    "stack": lambda x: torch.stack([x.sin(), x.cos()]).sin(),
+    "pad": lambda x: torch.nn.functional.pad(x.sin(), (1, 2)).sin(),
+    "positions": lambda x: x.sin()[torch.tensor([0, 1, 1])].sin(),
+    "index_select": lambda x: x.sin().index_select(0, torch.tensor([1, 0])).sin(),
+    "gather": lambda x: x.sin().gather(0, torch.tensor([1, 1])).sin(),
+    "take": lambda x: x.sin().take(torch.tensor([1])).sin(),
+    "a mask": lambda x: x.sin()[x.detach() > 0].sin(),
+    "repeat_interleave": lambda x: x.sin().repeat_interleave(torch.arange(len(x))).sin(),
+    "logcumsumexp": lambda x: x.sin().logcumsumexp(0).sin(),
+    "topk": lambda x: x.sin().topk(2).values.sin(),
+    "roll": lambda x: x.sin().roll(1).sin(),
+    "diff": lambda x: x.sin().diff().sin(),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_second_gradients_of_vectors_of_which_ranks_hold_nothing(name: str) -> None:
+    for n in (2, 5):
+        x = torch.randn(n, dtype=torch.float64)
+        assert not sweep(SHORT[name], x, meshes=[(3,), (4,)], twice=True)
 
 
 @placed

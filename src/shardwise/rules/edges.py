@@ -22,6 +22,13 @@ def tied(result: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
     return result
 
 
+def end_to_end(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """``torch.cat``; its backward gives a vector without elements zeros that have no graph, and the ranks part there."""
+    if parts[0].ndim == 1 and any(t.requires_grad and not t.numel() for t in parts):
+        return torch.cat([t.unsqueeze(1) for t in parts]).squeeze(1)
+    return torch.cat(parts, dim)  # pyright: ignore[reportArgumentType]
+
+
 def nothing(
     shape: Sequence[int],
     tensors: Sequence[Tensor | None],

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import boxes
+from shardwise.rules.edges import end_to_end
 from shardwise.rules.notation import WHOLE, Arg, Rule
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.reduce import dims_of, drop, group_of, reduction
@@ -255,9 +256,9 @@ def topk(
         index = index + spec.offsets[d]
         if have < room:
             lack = [room - have if i == d else n for i, n in enumerate(input.shape)]
-            value = torch.cat((value, value.new_full(lack, fill)), d)
+            value = end_to_end((value, value.new_full(lack, fill)), d)
             index = torch.cat((index, index.new_full(lack, _NEVER)), d)
-        values = torch.cat(group.stack(value).unbind(), d)
+        values = end_to_end(group.stack(value).unbind(), d)
         indices = torch.cat(group.gather(index).unbind(), d)
         order = indices.argsort(
             dim=d

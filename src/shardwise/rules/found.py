@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.layout import Layout
-from shardwise.rules.edges import underivable
+from shardwise.rules.edges import end_to_end, underivable
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.pointwise import choice
 from shardwise.rules.registry import rule
@@ -44,7 +44,7 @@ def gathered(group: Any, x: Tensor, counts: Sequence[int], dim: int = 0) -> list
     room = max(counts)
     if x.shape[dim] < room:
         lack = [room - x.shape[dim] if d == dim else n for d, n in enumerate(x.shape)]
-        x = torch.cat((x, x.detach().new_zeros(lack)), dim)
+        x = end_to_end((x, x.detach().new_zeros(lack)), dim)
     return [t.narrow(dim, 0, n) for t, n in zip(group.stack(x).unbind(), counts)]
 
 
@@ -147,7 +147,7 @@ def _hits(ctx: Any, layout: Layout, factors: Labels, x: Tensor, mask: Tensor) ->
         mine = mask[at] if r == group.transport.rank else mine
     parts = gathered(group, x[mine], [len(p) for p in places])
     back = torch.cat(places).argsort()
-    return torch.cat(parts).index_select(0, back)
+    return end_to_end(parts).index_select(0, back)
 
 
 @rule("masked_select", "aten.masked_select")
@@ -211,7 +211,7 @@ def repeated_each(x: Arg, repeats: Arg, dim: Any, output_size: Any) -> Rule | No
             counts.append(int(part.sum()))
             mine = part if r == group.transport.rank else mine
         made = (x.flatten() if flat else x).repeat_interleave(mine, at)
-        return torch.cat(gathered(group, made, counts, at), at)
+        return end_to_end(gathered(group, made, counts, at), at)
 
     return Rule(
         {x: tuple(names), repeats: (WHOLE,) * repeats.ndim},

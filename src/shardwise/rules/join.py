@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardwise.rules.edges import tied
+from shardwise.rules.edges import end_to_end, tied
 from shardwise.rules.notation import WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
 from shardwise.rules.view import one_dim
@@ -72,7 +71,7 @@ def _cat(
     indices, name = [tensors[k].index for k in real], f"d{at}"
 
     def local(ctx: Any, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
-        made = ctx.joined(indices, at, name)(torch.cat([tensors[k] for k in real], at))
+        made = ctx.joined(indices, at, name)(end_to_end([tensors[k] for k in real], at))
         return tied(made, [t for k, t in enumerate(tensors) if k not in real])
 
     # The operands' pieces are of different sizes, and any number of ranks may cut them.

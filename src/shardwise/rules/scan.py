@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rules.edges import marked, nothing
+from shardwise.rules.edges import end_to_end, marked, nothing
 from shardwise.rules.notation import WHOLE, Arg, LocalProgram, Rule, numbered
 from shardwise.rules.reduce import dims_of, is_inexact, wide
 from shardwise.rules.registry import rule
@@ -89,7 +89,7 @@ def logcumsumexp(input: Arg, dim: Any, **more: Any) -> Rule | None:
             return nothing(x.shape, [x, before], input.dtype, saved=True)
         # A first row, and not a logaddexp of two scans: the second derivative of either is NaN where a
         # gradient that depends on the operand vanishes.
-        scan = torch.logcumsumexp(torch.cat((before, x), d), d)
+        scan = torch.logcumsumexp(end_to_end((before, x), d), d)
         return scan.narrow(d, 1, x.shape[d]).to(input.dtype)
 
     return _scan(input, dim, local, always_local=input.layout.has_empty())

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwise.layout import boxes
 from shardwise.layout.cut import plain
 from shardwise.layout.layout import Layout
+from shardwise.rules.edges import end_to_end
 from shardwise.rules.notation import Arg
 
 MAX_RANKS = 1024  # of how many a cut is looked at piece by piece
@@ -184,7 +185,7 @@ def taken(x: Tensor, dim: int, start: int, rows: range) -> Tensor:
         shape = list(x.shape)
         shape[dim] = n
         ends.append(x.detach().new_zeros(shape))
-    return torch.cat([ends[0], piece, ends[1]], dim)
+    return end_to_end([ends[0], piece, ends[1]], dim)
 
 
 def shifted(
@@ -207,4 +208,4 @@ def padded(x: Tensor, dim: int, rows: int = 1) -> Tensor:
     """``x`` with rows of zeros at the end of a dim."""
     shape = list(x.shape)
     shape[dim] = rows
-    return torch.cat([x, x.detach().new_zeros(shape)], dim)
+    return end_to_end([x, x.detach().new_zeros(shape)], dim)
