@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import torch
@@ -312,6 +313,37 @@ def test_a_full_disk_fails_on_every_rank_and_loses_nothing(tmp_path, monkeypatch
     monkeypatch.undo()
     write(tmp_path, 2, step=2, keep=1)
     assert list(checkpoint.steps(tmp_path)) == [2]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_without_room_for_a_note_either(tmp_path, monkeypatch, background):
+    """Nothing more fits on it: a rank makes room before it says so, and nobody waits for long."""
+    real, room = storage.Writer.write, threading.Lock()
+
+    def write(self, data):
+        with room:
+            used = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+            if used + len(data) > 2000:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            return real(self, data)
+
+    monkeypatch.setattr(storage.Writer, "write", write)
+
+    def save():
+        if background:
+            checkpoint.async_save(state(1), tmp_path / "c", timeout_s=20).result()
+        else:
+            checkpoint.save(state(1), tmp_path / "c")
+
+    def run(rank):
+        began = time.monotonic()
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save()
+        assert time.monotonic() - began < 10
+
+    simulate(run, WORLD)
+    assert not (tmp_path / "c").exists()
+    assert not list(tmp_path.rglob("*.distcp"))
 
 
 def test_a_failed_background_save_is_told_at_the_next_one_if_nobody_asked(

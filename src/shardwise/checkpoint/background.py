@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.checkpoint.preparing import PENDING, Job, prepare
 from shardwise.checkpoint.records import Chunk, Item, ObjectEntry
-from shardwise.checkpoint.saving import Part, commit, write
+from shardwise.checkpoint.saving import Part, commit, file_of, write
 from shardwise.checkpoint.storage import attempt, remove_folder, write_file
 from shardwise.checkpoint.world import some
 from shardwise.errors import CheckpointError
@@ -25,6 +25,7 @@ from shardwise.errors import CheckpointError
 _WORKER = "checkpoint_worker"  # the thread that writes is kept between saves: starting one may take a while
 _POLL_S = 0.02
 _MOST_GRACE_S = 1.0
+_MOST_NOTE_S = 30.0
 
 
 def async_save(
@@ -118,16 +119,37 @@ class Saving:
         if not error:
             part, error = attempt(lambda: write(job), str(job.folder))
         job.pieces, job.objects = [], {}
-        note = json.dumps({"error": error, "part": None if part is None else _as_json(part)})
-        _, failed = attempt(lambda: _leave_note(job, f"part-{rank}", note), str(job.folder))
-        error = error or failed
+        error = self._tell(error, part)
         if rank == 0:
-            _, error = attempt(lambda: self._gather_andcommit(error), str(job.folder))
+            _, error = attempt(lambda: self._gather_and_commit(error), str(job.folder))
         else:
             _, error = attempt(lambda: self._wait_for_verdict(error), str(job.folder))
+        if error:
+            self._remove_mine()
         self._error = error
 
-    def _gather_andcommit(self, error: str) -> None:
+    def _tell(self, error: str, part: Part | None) -> str:
+        """Leave a note of what this rank has written, or that it could not; its error, then."""
+        job = self._job
+        name = f"part-{job.transport.rank}"
+        end = time.monotonic() + min(self._timeout_s, _MOST_NOTE_S)
+        while True:
+            if error:  # a full disk has no room for a note either, as long as all ranks leave what they wrote
+                self._remove_mine()
+            told = {"error": error, "part": None if part is None or error else _as_json(part)}
+            text = json.dumps(told)
+            _, failed = attempt(lambda text=text: _leave_note(job, name, text), str(job.folder))
+            error = error or failed
+            if not failed or time.monotonic() > end or not job.folder.exists():
+                return error
+            time.sleep(_POLL_S)
+
+    def _remove_mine(self) -> None:
+        job = self._job
+        file = job.folder / file_of(job.transport.rank)
+        attempt(lambda: file.unlink(missing_ok=True), str(file))
+
+    def _gather_and_commit(self, error: str) -> None:
         job = self._job
         size = job.transport.world_size
         end = time.monotonic() + self._timeout_s
@@ -152,9 +174,9 @@ class Saving:
                 str(job.folder),
             )
         if error:
-            attempt(lambda: _leave_note(job, "verdict", error), str(job.folder))
             for leftover in job.folder.glob("__*.distcp"):
                 leftover.unlink(missing_ok=True)
+            attempt(lambda: _leave_note(job, "verdict", error), str(job.folder))
             if size == 1:
                 remove_folder(job.folder)
             raise CheckpointError(error)
@@ -176,8 +198,13 @@ class Saving:
 
 def _leave_note(job: Job, name: str, text: str) -> None:
     """A file that others see whole or not at all."""
-    write_file(job.folder / f"{name}.tmp", text.encode())
-    (job.folder / f"{name}.tmp").rename(job.folder / name)
+    made = job.folder / f"{name}.tmp"
+    try:
+        write_file(made, text.encode())
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise
+    made.rename(job.folder / name)
 
 
 def _as_json(part: Part) -> Any:

@@ -120,11 +120,16 @@ class Part:
     paths: dict[str, KeyPath]
 
 
+def file_of(rank: int) -> str:
+    """The file that a rank writes, named as torch names it."""
+    return f"__{rank}_0.distcp"
+
+
 def write(job: Job) -> Part:
     """Write this rank's file."""
     if job.error:
         raise CheckpointError(job.error)
-    name = f"__{job.transport.rank}_0.distcp"
+    name = file_of(job.transport.rank)
     chunks: list[tuple[str, Chunk]] = []
     objects: dict[str, ObjectEntry] = {}
     phase("opened", job.folder)

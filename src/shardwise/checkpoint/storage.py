@@ -175,15 +175,19 @@ class Writer:
 
     def close(self) -> None:
         """Bring everything to the disk."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a new file durably."""
     writer = Writer(path)
-    writer.write(data)
-    writer.close()
+    try:
+        writer.write(data)
+    finally:
+        writer.close()
 
 
 def sync_folder(path: Path) -> None:
