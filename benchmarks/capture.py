@@ -8,10 +8,11 @@ a time is the median over the turns of the slower rank, a ratio the median of th
 a row start from the same weights and must end with the same loss.
 
     data       2-block language model, d = 64, AdamW: DistributedDataParallel + AdamW(foreach)
-    inductor   the same, our step compiled
     layers     40 parameters in 20 small layers, SGD with momentum
     fsdp       4 blocks, d = 256, fully sharded
     tensor     4 blocks, d = 256, tensor parallel
+
+With --inductor there is another line for each row named (data, if none is): our step compiled.
 """
 
 import argparse
@@ -142,8 +143,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--only", nargs="*", default=list(ROWS))
-    parser.add_argument("--inductor", action="store_true", help="compile the data row, too")
+    parser.add_argument(
+        "--inductor", nargs="*", help="rows to compile, too; data if none is named"
+    )
     options = parser.parse_args()
+    also = [] if options.inductor is None else options.inductor or ["data"]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -155,7 +159,7 @@ def main():
         base, mine, whole = case(name, world, rank)
         steps = {}
         for label in ("torch", "eager", "captured", "inductor"):
-            if label == "inductor" and not (options.inductor and name == "data"):
+            if label == "inductor" and name not in also:
                 continue
             lib = LIBS["torch" if label == "torch" else "shardwise"]
             mesh = lib.mesh("cpu", (world,), mesh_dim_names=("x",))

@@ -273,6 +273,21 @@ def test_draws_go_first_and_cut_nothing(interpreted: list[Any]) -> None:
     assert max(draws) < min(parts), names
 
 
+def test_pieces_of_a_buffer_are_written_between_parts(interpreted: list[Any]) -> None:
+    def step(x: Any) -> Any:
+        packed = x.new_empty(8)
+        packed[:4].copy_(x.exp().log().exp())  # functional, each would be a pass over all of it
+        packed[4:].copy_(x.sin().cos().sin())
+        return packed.exp().log().exp()
+
+    compiled = capture(step, compile="inductor")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(torch.ones(4)), step(torch.ones(4)))
+    names = [n.name for n in compiled.last.compiled.step.nodes]
+    assert names.count("aten.copy_.default") == 2
+    assert sum(name.startswith("compiled") for name in names) == 3
+
+
 class _Freed:
     """Notes when a tensor dies."""
 

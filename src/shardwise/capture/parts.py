@@ -7,7 +7,8 @@
 A part is a run of local calls, and of the arithmetic on numbers that is tied up with them; what can be done before or
 after is done in Python, for free while a collective runs. What a compiler may do inside one it may not see across its edges: whether two
 tensors share memory. So views never cross an edge: they cost nothing and depend on no data, and each part takes them
-anew from the memory that they show.
+anew from the memory that they show. And what is written in pieces (a buffer that is packed) stays between the parts:
+compilers know no writes, only other tensors, and each piece would cost as much as the whole.
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ def cut(
     """
     nodes = _early(list(flatten(step.nodes)))
     views = {v: n for n in nodes if _is_view(n) for v in n.outs}
-    nodes = list(_numbers_aside([n for n in nodes if not _is_view(n)], compiles))
+    nodes = [n for n in nodes if not _is_view(n)]
+    pieces = {n for n in nodes if _writes_piece(n, views)}
+
+    def inside(n: Node) -> bool:
+        return n not in pieces and compiles(n)
+
+    nodes = list(_numbers_aside(nodes, inside))
     last = _last_needed(nodes, step.outputs, views)
     out: list[Node] = []
     there: set[Value] = set()  # views that the calls between parts have taken
@@ -53,11 +60,11 @@ def cut(
     while at < len(nodes):
         end = at
         if nodes[at].kind != "number":
-            end = _end_of(nodes, at, compiles)
+            end = _end_of(nodes, at, inside)
             while end > at and nodes[end - 1].kind == "number":
                 end -= 1
-        run, inside = nodes[at:end], set[Value]()
-        full = [x for n in run for x in (*_views_of(n.inputs, views, inside), n)]
+        run, seen = nodes[at:end], set[Value]()
+        full = [x for n in run for x in (*_views_of(n.inputs, views, seen), n)]
         made = dict.fromkeys(v for n in full for v in n.outs)
         takes = [v for v in dict.fromkeys(v for n in full for v in n.inputs) if v not in made]
         written = {r for n in run for r in n.writes}
@@ -66,7 +73,7 @@ def cut(
             for n in nodes[at:end]:
                 out += [*_views_of(n.inputs, views, there), n]
         else:
-            shown = _shown(step.outputs, inside - there, takes, nodes[at:])
+            shown = _shown(step.outputs, seen - there, takes, nodes[at:])
             there |= shown
             gives = [v for v in made if v in shown or last.get(v, -1) >= end]
             out.append(part(full, takes, gives))
@@ -81,6 +88,19 @@ def _is_view(n: Node) -> bool:
         return False
     roots = {v.root for v in n.inputs if v.kind == "tensor"}
     return all(v.root in roots for v in n.outs)
+
+
+def _writes_piece(n: Node, views: dict[Value, Node]) -> bool:
+    """Whether a call writes a piece of a larger tensor: compiled, it would go over all of that."""
+    if n.kind != "call":
+        return False
+    for v in n.inputs:
+        base = v
+        while base in views:
+            base = next(x for x in views[base].inputs if x.root == v.root)
+        if v.root in n.writes and v.nbytes < base.nbytes:
+            return True
+    return False
 
 
 def _end_of(nodes: Sequence[Node], at: int, compiles: Callable[[Node], bool]) -> int:
