@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -59,3 +61,70 @@ def test_slices_of_the_first_dim_are_cut_by_brackets() -> None:
 
     lines, _ = text_of(cut, torch.randn(4, 3))
     assert sum(line.endswith("]") for line in lines) == 3  # all of y is y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_a_factor_is_a_tensor_and_the_product_the_same(dtype: torch.dtype) -> None:
+    numbers = (0.1, 2, 0.0, -0.0, -1.0, 1e-40, 3e38, float("inf"), float("nan"))
+    if not dtype.is_floating_point:
+        numbers = (2, -3)
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = [x, y.clone()]
+        for a in numbers:
+            found.append(x * a)
+            found += torch._foreach_mul([x, y], a)
+            found.append(torch.mul(x, a, out=torch.empty_like(x)))
+        torch._foreach_mul_(found[:2], 3)
+        torch._foreach_add_(found[1:3], numbers[0])
+        found[0].mul_(numbers[0])
+        found.append(found[0][0] * numbers[0])
+        return torch.cat([f.reshape(-1) for f in (*found, *[1 / f for f in found[2:]])])
+
+    def inputs() -> list[torch.Tensor]:
+        return [
+            (torch.randn(n, 5) * 10.0 ** torch.randint(-38, 38, (n, 5))).to(dtype)
+            for n in (7, 3)
+        ]
+
+    step = capture(fn)
+    for _ in range(4):
+        given = inputs()
+        again = [x.clone() for x in given]
+        assert torch.equal(step(*given).view(-1).nan_to_num(7), fn(*again).nan_to_num(7))
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(given, again))
+    lines, names = (t := source_of(step.last.step))[0].split("\n"), t[1]
+    given_a_number = [
+        line
+        for line in lines
+        if re.search(
+            "mul|foreach_add", str(names.get(line.strip().split(" = ")[-1].split("(")[0]))
+        )
+        and re.search(r", -?[0-9.e+-]+[,)]", line)
+    ]
+    assert bool(given_a_number) == (dtype in (torch.bfloat16, torch.int64))
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e30])
+def test_a_factor_that_is_known_at_the_run_only(lr: float) -> None:
+    made = []
+    for wrap in (lambda f: f, capture):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1, foreach=True)
+
+        def step(x: torch.Tensor, layers: Any = layers, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            layers(x).sum().backward()
+            optimizer.step()
+
+        step = wrap(step)
+        for i in range(5):
+            optimizer.param_groups[0]["lr"] = lr if i == 4 else 0.1 / (i + 1)
+            step(torch.ones(2, 2))
+        made.append([p.detach().nan_to_num(7) for p in layers.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    text, names = source_of(step.last.step)  # pyright: ignore[reportFunctionMemberAccess]
+    decay = [line for line in text.split("\n") if ", dtype=" in line]
+    assert len(decay) == 1
+    assert names[decay[0].split("(")[0].strip()] is torch._foreach_mul_

@@ -15,9 +15,21 @@ import torch
 from torch import Tensor
 
 from shardwise.capture.binding import binding
-from shardwise.capture.ir import Node, Step, Value, flatten
+from shardwise.capture.ir import Node, Step, Value, flatten, values_in
 from shardwise.compat import below_autograd
 
+_ATEN = torch.ops.aten
+# Torch makes a tensor of a number: for a list, one for each entry. In these dtypes it may as well be given one.
+_WITH_A_NUMBER = {
+    _ATEN.mul.Tensor,
+    _ATEN.mul_.Tensor,
+    _ATEN.mul.out,
+    _ATEN._foreach_mul.Scalar,
+    _ATEN._foreach_mul_.Scalar,
+    _ATEN._foreach_add_.Scalar,
+}
+MANY = 4  # entries of a list that are worth a tensor made at each run
+_FACTORS = {(torch.float32, "cpu"), (torch.float64, "cpu")}
 _OPERATORS = {"+", "-", "*", "/", "**", "%"}
 
 
@@ -27,6 +39,7 @@ class _Writer:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
         self._known: dict[int, str] = {}
+        self._factors: dict[Any, Tensor] = {}
 
     def constant(self, x: Any) -> str:
         """A plain argument."""
@@ -51,6 +64,14 @@ class _Writer:
         if type(x) is tuple:
             return "(" + "".join(self.text(y) + ", " for y in x) + ")"
         return self.constant(x)
+
+    def factor(self, x: Any, dtype: torch.dtype) -> str:
+        """A number as the tensor that torch would make of it, for each entry of a list anew."""
+        if isinstance(x, Value):
+            make = self.constant(torch.tensor)  # scalar_tensor refuses what is too large
+            return f"{make}({self.text(x)}, dtype={self.constant(dtype)})"
+        known = self._factors.setdefault((repr(x), dtype), torch.tensor(float(x), dtype=dtype))
+        return self.constant(known)
 
     def targets(self, x: Any) -> str:
         """What a result is assigned to."""
@@ -79,16 +100,36 @@ class _Writer:
                 "consumes"
             ):  # it empties the list: nothing else may hold what it held
                 parts[0] = "taken"
+            dtype = _factor_dtype(n)
+            if dtype is not None:
+                parts[1] = self.factor(args[1], dtype)
+                if n.target is _ATEN._foreach_add_.Scalar:
+                    # a list of tensors is taken as it is
+                    parts[1] = f"[{parts[1]}] * {len(args[0])}"
             parts += [f"{k}={self.text(a)}" for k, a in n.kwargs.items()]
             call = f"{self.constant(target)}({', '.join(parts)})"
         return f"{self.targets(n.result)} = {call}" if n.outs else call
+
+
+def _factor_dtype(n: Node) -> torch.dtype | None:
+    """The dtype of the tensor that a call may be given in place of a number; None: leave it the number."""
+    if n.kind != "call" or n.target not in _WITH_A_NUMBER or len(n.args) != 2:
+        return None
+    number, values = n.args[1], list(values_in((n.args[0], n.kwargs)))
+    small = type(number) is int and abs(number) < 2**24
+    many = isinstance(number, Value) and number.fake is None and len(values) >= MANY
+    if not (type(number) is float or small or many):
+        return None
+    kinds = {(v.fake.dtype, v.fake.device.type) for v in values if v.fake is not None}
+    (kind,) = kinds if len(kinds) == 1 else [(None, "")]
+    return kind[0] if kind in _FACTORS else None
 
 
 def _is_slice(n: Node) -> bool:
     """Whether a node is a slice of the first dim, which Python's own brackets take in half the time."""
     return (
         n.kind == "call"
-        and n.target is torch.ops.aten.slice.Tensor
+        and n.target is _ATEN.slice.Tensor
         and not n.kwargs
         and len(n.args) == 4
         and n.args[1] == 0
