@@ -338,6 +338,13 @@ def test_what_is_written_later_does_not_travel_later() -> None:
     simulate(run, world_size=2)
 
 
+def test_zeros_of_both_signs_are_two_numbers() -> None:
+    step = recorded(
+        lambda x: ((x * 0.0).exp(), (x * 0.0).sin(), (x * -0.0).exp()), R, passes=(simplify,)
+    )
+    assert text(step).count(" = mul(") == 2
+
+
 # ---- scale -----------------------------------------------------------------------------------------------
 
 

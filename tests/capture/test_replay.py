@@ -351,3 +351,14 @@ def test_plain_arguments_are_compared() -> None:
     x = torch.arange(1.0, 4.0)
     for power, how in [(2, "up"), (2, "up"), (2, "up"), (3, "up"), (3.0, "up"), (2, "no")] * 2:
         assert torch.equal(step(x, power=power, how=how), x**power if how == "up" else -x)
+
+
+def test_zeros_of_both_signs_and_nans_as_arguments() -> None:
+    step = capture(lambda x, a: 1 / (x * a))
+    x = torch.ones(3)
+    for a in (0.0, 0.0, 0.0, -0.0, -0.0, 0.0, -0.0):
+        assert torch.equal(step(x, a), 1 / (x * a))
+    before = step.captures
+    for _ in range(4):
+        assert step(x, float("nan")).isnan().all()
+    assert step.captures == before + 1

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardwise.capture.step import CapturedStep
 
 MISS: Any = object()
-_PLAIN = (str, bytes, int, float)
+_PLAIN = (str, bytes, int)
 
 
 def replayer(
@@ -170,7 +170,10 @@ class _Replay:
             self._argument(f"a{i}", x)
 
     def _argument(self, name: str, x: Any) -> None:
-        if type(x) in _PLAIN and x == x:
+        if type(x) is float:  # 0.0 and -0.0 are equal
+            self.unless(f"type({name}) is float and repr({name}) == {repr(x)!r}")
+            return
+        if type(x) in _PLAIN:
             self.unless(f"type({name}) is {self.name(type(x))} and {name} == {self.name(x)}")
             return
         if not isinstance(x, Tensor):

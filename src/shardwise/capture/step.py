@@ -541,6 +541,8 @@ def _leaf_key(x: Any) -> Any:
             "a numpy array cannot be an argument of a captured step: its values would be those of the recorded call.",
             tries=["torch.from_numpy(x), outside the step"],
         )
+    if type(x) is float:
+        return float, repr(x)  # 0.0 and -0.0 are equal, and no nan is
     try:
         hash(x)
     except TypeError:

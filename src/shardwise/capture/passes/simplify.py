@@ -165,7 +165,7 @@ def _frozen(x: Any) -> Any:
         return tuple(map(_frozen, x))
     if isinstance(x, dict):
         return tuple((k, _frozen(v)) for k, v in x.items())
-    return type(x), x
+    return type(x), repr(x) if type(x) is float else x  # 0.0 and -0.0 are equal
 
 
 # ---- copies ------------------------------------------------------------------------------------------
