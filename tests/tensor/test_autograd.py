@@ -768,6 +768,14 @@ SHORT: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.parametrize("shape", [(5, 2), (2, 5), (7, 1)])
+def test_second_gradients_of_diagonals_of_which_ranks_hold_nothing(shape: Any) -> None:
+    x = torch.randn(shape, dtype=torch.float64)
+    for offset in (0, 1, -1):
+        fn = lambda x, k=offset: x.sin().diagonal(k).sin()  # noqa: E731
+        assert not sweep(fn, x, meshes=[(3,), (2, 2)], twice=True)
+
+
 @pytest.mark.parametrize("name", SHORT)
 def test_second_gradients_of_vectors_of_which_ranks_hold_nothing(name: str) -> None:
     for n in (2, 5):

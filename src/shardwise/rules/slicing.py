@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.rules.edges import end_to_end
 from shardwise.rules.notation import ONE, WHOLE, Arg, Labels, Rule, numbered
 from shardwise.rules.registry import rule
 from shardwise.rules.rowmap import RowMap, counted, fetched
@@ -379,7 +380,7 @@ def _diagonal(x: Arg, offset: int, a: int, b: int, positional: bool) -> Rule:
         )  # which element of the diagonal it is
         first = min(first, length - mine.shape[-1])
         more = [mine.detach().new_zeros(*mine.shape[:-1], n) for n in (first, length - first)]
-        return torch.cat((more[0], mine, more[1]), -1).narrow(-1, 0, length)
+        return end_to_end((more[0], mine, more[1]), -1).narrow(-1, 0, length)
 
     ends = (a, b) if last == WHOLE else ()
     if last == WHOLE and not in_part:
