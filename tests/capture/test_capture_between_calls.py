@@ -23,7 +23,7 @@ from shardwise import (
     no_sync,
     simulate,
 )
-from shardwise.errors import CaptureError
+from shardwise.errors import AliasError, CaptureError
 
 Case = Callable[[Any], Any]
 
@@ -368,6 +368,23 @@ def test_results_that_were_there_before_are_the_same_objects() -> None:
         return out
 
     same(case)
+
+
+def test_a_result_that_is_a_copied_view_of_another_is_not_written_to() -> None:
+    def run() -> None:
+        step = capture(lambda x: (x[1], (x * 2)[1], x.t()))
+        for i in range(4):
+            x = noise()
+            view, alone, transposed = step(x)
+            assert torch.equal(whole(view) * 2, whole(alone))
+            assert torch.equal(whole(view), whole(x)[1])
+            alone.mul_(2)  # its base is nobody's
+            transposed.mul_(2)
+            if i:
+                with pytest.raises(AliasError, match="would not reach its base"):
+                    view.mul_(2)
+
+    simulate(run, world_size=2)
 
 
 def test_results_with_a_history_say_that_they_have_none() -> None:

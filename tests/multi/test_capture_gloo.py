@@ -103,10 +103,41 @@ for make, collectives in (
 """
 
 
+OTHERS = """
+import torch
+import torch.distributed as dist
+import shardwise
+from shardwise import Shard, distribute_tensor
+from shardwise.errors import CaptureError
+
+mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+for call in (
+    dist.all_reduce,
+    lambda x: dist.broadcast(x, 0),
+    lambda x: dist.all_reduce(x, async_op=True).wait(),
+):
+    def step(x):
+        y = x.to_local() * 2
+        call(y)
+        return y
+
+    step = shardwise.capture(step)
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    step(x)
+    try:
+        step(x)
+    except CaptureError as error:
+        assert "calls torch.distributed itself" in str(error), error
+    else:
+        raise SystemExit("not refused")
+"""
+
+
 @pytest.mark.multi
-def test_captured_steps_over_gloo(tmp_path):
+@pytest.mark.parametrize("program", [STEPS, OTHERS], ids=["steps", "collectives of torch"])
+def test_captured_steps_over_gloo(tmp_path, program):
     script = tmp_path / "steps.py"
-    script.write_text(STEPS, encoding="utf-8")
+    script.write_text(program, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}

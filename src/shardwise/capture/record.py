@@ -33,6 +33,7 @@ from shardwise.compat import direct_apply, is_fake, storage_id, tree_flatten, tr
 from shardwise.errors import CaptureError
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.gradients import leaf_of
+from shardwise.tensor.views import Origin, version
 
 LIFTED_NUMBERS = frozenset(
     {"lr"}
@@ -82,22 +83,31 @@ class Form:
     Attributes:
         spec: Of a DTensor; None for a plain tensor or a number.
         history: Whether it has a gradient function in eager mode.
+        copied: Whether it is a view that needed communication, and so a copy, of what the caller has.
     """
 
     spec: Any
     history: bool
+    copied: bool
 
     @classmethod
-    def like(cls, x: Any) -> Form:
+    def like(cls, x: Any, copied: bool = False) -> Form:
         """That of a recorded result."""
         spec = x._spec if isinstance(x, DTensor) else None
-        return cls(spec, isinstance(x, Tensor) and x.requires_grad)
+        return cls(spec, isinstance(x, Tensor) and x.requires_grad, copied)
 
     def of(self, out: Any) -> Any:
         """Give an output this form."""
         if self.history:
             out = _ended(out)
-        return out if self.spec is None else wrap(out, self.spec)
+        if self.spec is None:
+            return out
+        made = wrap(out, self.spec)
+        if (
+            self.copied
+        ):  # its base is known to the recorded call alone: who writes to it is told
+            made._view_of = Origin(out, version(out), None, lambda: made)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,7 +535,13 @@ def _results(
             "it returns an object with tensors in it, which a later run could not make",
             ["return tensors in tuples, lists and dicts"],
         )
-    forms = [Form.like(leaves[i]) for i in places]
+    roots = {v.root for v in (*outs, *(v for v, _ in tape.inputs))}
+
+    def copied(x: Any) -> bool:
+        origin = vars(x).get("_view_of") if isinstance(x, DTensor) else None
+        return origin is not None and tape.value_of(origin.root).root in roots
+
+    forms = [Form.like(leaves[i], copied(leaves[i])) for i in places]
     kept = [None if i in chosen else r for i, r in enumerate(leaves)]
     return Results(kept, tree, places, forms, given, again), outs
 

@@ -343,7 +343,7 @@ class _Replay:
         return "rebuild(outs, leaves)"
 
     def _formed(self, form: Form, out: str) -> str:
-        if form.history:
+        if form.history or form.copied:
             return f"{self.name(form.of)}({out})"
         return out if form.spec is None else f"wrap({out}, {self.name(form.spec)})"
 

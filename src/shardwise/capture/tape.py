@@ -239,6 +239,14 @@ class Tape(TorchDispatchMode):
             return self._read(args[0])
         if func in _REFUSED:
             raise self.refuse(_REFUSED[func])
+        if func.namespace == "c10d":  # what is waited for later shows nowhere
+            raise self.refuse(
+                f"it calls torch.distributed itself ({func.overloadpacket.__name__.rstrip('_')})",
+                [
+                    "a DTensor: from_local, then redistribute or full_tensor",
+                    "do it outside the step",
+                ],
+            )
         if func is _ATEN.lift_fresh.default and not is_fake(args[0]):
             return self._constant(args[0])
         if torch.is_grad_enabled() and func.overloadpacket.__name__.endswith("_"):

@@ -260,7 +260,13 @@ class Transport(ABC):
         if len(ranks) == 1:
             return [obj]
         if (tape := recorder()) is not None:
-            raise tape.refuse("Python objects are exchanged between ranks")
+            raise tape.refuse(
+                "Python objects are exchanged between ranks",
+                [
+                    "from_local(..., run_check=False), or shape=...",
+                    "local_map: one eager call with these shapes",
+                ],
+            )
         if observers():
             self._report("all_gather_object", 0, ranks, None, tag=tag)
         return self._all_gather_object(obj, ranks)
