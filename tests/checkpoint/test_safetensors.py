@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise
 from shardwise import Replicate, Shard, checkpoint, distribute_tensor, simulate
-from shardwise.checkpoint import export
+from shardwise.checkpoint import convert, export
 from shardwise.checkpoint.storage import ReadEvent
 from shardwise.errors import CheckpointError
 from shardwise.events import observe
@@ -173,3 +173,39 @@ def test_damaged_files_are_named(tmp_path):
             checkpoint.load(state, path)
         assert "m.safetensors" in str(told.value)
         assert state["x"].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        '{"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}',
+        '{"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}',
+        '{"dtype": "F32", "shape": [4.7], "data_offsets": [0, 16]}',
+        '{"dtype": "F32", "shape": "4", "data_offsets": [0, 16]}',
+        '{"dtype": "F32", "shape": [true, 4], "data_offsets": [0, 16]}',
+        '{"dtype": "F32", "shape": [4], "data_offsets": ["0", "16"]}',
+        '{"dtype": "F32", "shape": [4], "data_offsets": [0, 8, 16]}',
+        '{"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}',
+        "5",
+        "null",
+    ],
+)
+def test_headers_that_make_no_sense_name_file_and_key(tmp_path, info):
+    header = f'{{"x": {info}}}'.encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    for use in (
+        lambda: checkpoint.load({"x": torch.zeros(4)}, path),
+        lambda: convert.convert(path, tmp_path / "out"),
+    ):
+        with pytest.raises(CheckpointError, match=r"m\.safetensors, x: the header is damaged"):
+            use()
+
+
+def test_a_header_that_has_a_key_twice(tmp_path):
+    info = '{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'
+    header = f'{{"x": {info}, "x": {info}}}'.encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(CheckpointError, match="a key is there twice"):
+        checkpoint.load({"x": torch.zeros(4)}, path)

@@ -56,13 +56,24 @@ def _entries(folder: str, file: str, size: int, header: bytes) -> dict[str, Tens
     where = f"{folder}/{file}"
     base = 8 + len(header)
     try:
-        described: dict[str, Any] = json.loads(header)
+        described = json.loads(header, object_pairs_hook=_named_once)
+        if not isinstance(described, dict):
+            raise CheckpointError(f"{where}: the header is damaged: it is no object.")
         described.pop("__metadata__", None)
         out = {}
         for key, info in described.items():
-            dtype, shape = DTYPES[info["dtype"]], tuple(int(n) for n in info["shape"])
-            begin, end = info["data_offsets"]
-            if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+            try:
+                dtype, shape = DTYPES[info["dtype"]], tuple(info["shape"])
+                begin, end = info["data_offsets"]
+            except (KeyError, ValueError, TypeError) as error:
+                raise CheckpointError(
+                    f"{where}, {key}: the header is damaged: {error!r}."
+                ) from error
+            if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+                raise CheckpointError(
+                    f"{where}, {key}: the header is damaged: shape {list(shape)}, bytes {begin} to {end}."
+                )
+            if end - begin != math.prod(shape) * dtype.itemsize:
                 raise CheckpointError(
                     f"{where}, {key}: {end - begin} bytes for {dtype}{list(shape)}."
                 )
@@ -75,6 +86,13 @@ def _entries(folder: str, file: str, size: int, header: bytes) -> dict[str, Tens
             out[key] = TensorEntry(shape, dtype, (chunk,))
     except CheckpointError:
         raise
-    except (ValueError, KeyError, LookupError, AttributeError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{where}: the header is damaged: {error!r}.") from error
+    return out
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a key is there twice")
     return out
