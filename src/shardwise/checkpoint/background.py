@@ -112,8 +112,9 @@ class Saving:
 
     def _run(self) -> None:
         job = self._job
-        # Other ranks may still be copying: writing would slow them down.
-        time.sleep(min(2 * job.copy_s, _MOST_GRACE_S))
+        if job.transport.world_size > 1:
+            # Other ranks may still be copying: writing would slow them down.
+            time.sleep(min(2 * job.copy_s, _MOST_GRACE_S))
         rank, error = job.transport.rank, self._error
         part = None
         if not error:
