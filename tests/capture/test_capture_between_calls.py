@@ -202,6 +202,30 @@ def test_what_is_asked_for_by_a_name_that_is_computed() -> None:
     same(case)
 
 
+def test_dicts_with_methods_of_their_own() -> None:
+    class Registry(dict[str, Any]):
+        def get(self, key: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return [self[key]]
+
+    def run() -> None:
+        registry = Registry(a=1.0)
+
+        def step(x: Any, ask: bool) -> Any:
+            y = x * registry.get("a")[0]
+            return y if not ask or y.sum() > 0 else -y
+
+        captured = capture(step)
+        for i in range(4):
+            x = noise()
+            assert torch.equal(whole(captured(x, False)), whole(x) * registry["a"])
+            registry["a"] = i // 2
+        with pytest.raises(CaptureError, match="asks for the value of a tensor"):
+            captured(noise(), True)
+        assert registry == {"a": 1}
+
+    simulate(run, world_size=2)
+
+
 def test_counters_that_the_step_does_not_read_cost_one_capture() -> None:
     class Trainer:
         def __init__(self) -> None:

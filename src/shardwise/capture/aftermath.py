@@ -37,7 +37,7 @@ class Aftermath:
 
     def __init__(self, state: State) -> None:
         self.held = [*state.held, *state.unnamed]
-        self.containers = [(name, c, c.copy()) for name, c in state.containers]
+        self.containers = [(name, c, _copied(c)) for name, c in state.containers]
         self.iterators = [(name, it, position(it)) for name, it in state.iterators]
         self.taken: list[tuple[Any, Any, Any]] = []
 
@@ -89,7 +89,7 @@ class Aftermath:
                 continue
             if isinstance(c, dict):
                 for key in [*c, *(k for k in old if k not in c)]:
-                    was, now = old.get(key, _NOTHING), c.get(key, _NOTHING)
+                    was, now = old.get(key, _NOTHING), dict.get(c, key, _NOTHING)
                     if now is not was:
                         yield f"{name}.{key}", c, key, was, now
             else:
@@ -112,11 +112,16 @@ class Aftermath:
                     for key in [k for k in c if k not in old]:
                         del c[key]
                     for key, x in old.items():
-                        if c.get(key, _NOTHING) is not x:
+                        if dict.get(c, key, _NOTHING) is not x:
                             c[key] = x
                 elif len(c) != len(old) or any(x is not y for x, y in zip(c, old)):
                     c.clear()
                     c.extend(old)
+
+
+def _copied(c: Any) -> Any:
+    """A copy of a container; of a class of the user's, without its methods."""
+    return dict(dict.items(c)) if isinstance(c, dict) else list(c)
 
 
 def _put(holder: Any, key: Any, x: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import functools
+from pathlib import PurePath
 import sys
 import types
 from typing import Any
@@ -16,6 +17,7 @@ QUIET = ("torch", "shardwise", "builtins", "typing", "collections", "functools",
 _FROZEN = frozenset(
     (*QUIET, "numpy", *sys.stdlib_module_names)
 )  # nobody changes what is in there
+_INSTALLED = ("site-packages", "dist-packages")
 _IMPLIED = (  # what is called without being named
     "__call__",
     "__getitem__",
@@ -36,8 +38,15 @@ def is_quiet(home: str | None) -> bool:
 
 
 def is_frozen(home: str | None) -> bool:
-    """Whether nobody is expected to change what lies in a module of this name."""
-    return (home or "").split(".")[0] in _FROZEN
+    """Whether nobody is expected to change what lies in a module of this name: an installed package, the language."""
+    top = (home or "").split(".")[0]
+    return top in _FROZEN or _is_installed(top)
+
+
+@functools.cache
+def _is_installed(top: str) -> bool:
+    file = getattr(sys.modules.get(top), "__file__", None) or ""
+    return any(part in _INSTALLED for part in PurePath(file).parts)
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

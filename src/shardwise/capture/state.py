@@ -61,7 +61,7 @@ class Cell:
         """What is there now."""
         holder = self.holder
         if isinstance(holder, dict):
-            return holder.get(self.key)
+            return dict.get(holder, self.key)
         if isinstance(holder, (list, deque)):
             return holder[self.key] if self.key < len(holder) else None
         if isinstance(holder, type):  # the member itself, not what it gives
@@ -253,7 +253,7 @@ class State:
     def _items(self, name: str, held: Any, depth: int, *, numbers: bool = True) -> None:
         if len(held) > MANY:  # data, not settings
             return
-        pairs = held.items() if isinstance(held, dict) else enumerate(held)
+        pairs = dict.items(held) if isinstance(held, dict) else enumerate(held)
         for key, y in list(pairs):
             few = isinstance(held, dict) or len(held) <= FEW
             cell = Cell(f"{name}.{key}", "state", held, key)
@@ -296,7 +296,7 @@ class State:
             *(function.__kwdefaults__ or {}).values(),
         ):
             self.look(function.__name__, default, depth - 1)
-        for name in names:
+        for name in () if is_frozen(function.__module__) else names:
             held = function.__globals__.get(name)
             if held is not None:
                 cell = Cell(name, "state", function.__globals__, name)
