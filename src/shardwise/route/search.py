@@ -35,6 +35,7 @@ from shardwise.route.moves import Move, received_numel
 LATENCY_BYTES = 64 * 1024  # what one more collective is worth in `decide`
 LOCAL_COST_BYTES = 64  # a local re-cut is not quite free
 MOST_CACHED = 16384
+ROUNDING = 1e-9  # less than any cost
 
 State = tuple[Dims, Partials]
 Step = tuple[State, str, tuple[int, ...], int, str | None]  # from where, and as in a ``Move``
@@ -121,21 +122,23 @@ class Search:
         self.start, self.goal = (src.dims, src.partial), (dst.dims, dst.partial)
         self.best: dict[State, float] = {self.start: 0.0}
         self.came: dict[State, Step] = {}
-        self.queue: list[tuple[float, int, float, State]] = []
+        self.queue: list[tuple[int, int, float, State]] = []
+        # what differs by less is as cheap: by bytes, latency only breaks ties
+        self.grain = 0.5 if cost.bytes_only else ROUNDING
         self.limit = math.inf  # the cheapest way to the goal so far
         self.state, self.so_far = self.start, 0.0  # what is expanded, and the way there
         self.far: dict[tuple[Any, ...], list[Far]] = {}
 
     def run(self) -> bool:
         """Search; whether there is a way."""
-        self.queue.append((0.0, 0, 0.0, self.start))
+        rest = self.bound.rest
+        self.queue.append((0, 0, 0.0, self.start))
         while self.queue:
             _, _, self.so_far, self.state = heapq.heappop(self.queue)
-            if self.state == self.goal:
-                return True
-            if self.so_far <= self.best[self.state]:
+            dear = self.so_far + rest(self.state) >= self.limit
+            if not dear and self.so_far <= self.best[self.state]:
                 self._expand()
-        return False
+        return self.goal in self.best
 
     def moves(self) -> tuple[Move, ...]:
         """The way that was found."""
@@ -170,10 +173,11 @@ class Search:
             return
         self.best[to] = total
         self.came[to] = (self.state, kind, axes, dim, op)
-        # of equals the last: the deepest
-        heapq.heappush(self.queue, (round(least, 9), -self.offered, total, to))
         if to == self.goal:
-            self.limit = total
+            self.limit = total - ROUNDING
+        else:  # of those as cheap the last, the deepest: a way is known soon, and leaves out the others
+            place = round(least / self.grain), -self.offered, total, to
+            heapq.heappush(self.queue, place)
 
     def _expand(self) -> None:
         """Offer the moves that can lie on a shortest path from the state."""
