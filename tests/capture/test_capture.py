@@ -648,3 +648,25 @@ def test_one_rank_may_record_anew_for_a_batch_of_another_size() -> None:
         return step.captures
 
     assert two(run) == [2, 1]
+
+
+def test_a_view_that_is_a_copy_shows_what_was_written_after_it() -> None:
+    def run() -> None:
+        mesh = on_mesh()
+        kept = {"rows": None}
+
+        def step(x: Any) -> Any:
+            a = x * 2
+            kept["rows"] = a[4:]
+            b = a[:2]  # rows of one rank: communication, so a copy
+            a.mul_(3)
+            return a, b
+
+        captured = capture(step)
+        for i in range(4):
+            x = distribute_tensor(torch.arange(12.0).view(6, 2) + i, mesh, S0)
+            a, b = captured(x)
+            assert torch.equal(b.full_tensor(), a.full_tensor()[:2])
+            assert torch.equal(kept["rows"].full_tensor(), a.full_tensor()[4:])
+
+    two(run)

@@ -33,7 +33,7 @@ from shardwise.compat import direct_apply, is_fake, storage_id, tree_flatten, tr
 from shardwise.errors import CaptureError
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.gradients import leaf_of
-from shardwise.tensor.views import Origin, version
+from shardwise.tensor.views import Origin, fresh, version
 
 LIFTED_NUMBERS = frozenset(
     {"lr"}
@@ -503,6 +503,13 @@ def _lifted(cell: TableCell, x: Any, tape: Tape, lifted: Collection[str]) -> Any
         return torch.scalar_tensor(made, dtype=torch.float64)  # pyright: ignore[reportArgumentType]
 
 
+def _now(x: Tensor) -> Tensor:
+    """The local tensor of what a step leaves; a view that is a copy is taken again if its base was written to."""
+    if isinstance(x, DTensor):
+        fresh(x)
+    return local_of(x)
+
+
 def _results(
     tape: Tape, result: Any, arguments: list[Any], cells: list[Cell]
 ) -> tuple[Results, list[Value]]:
@@ -526,7 +533,7 @@ def _results(
         else:
             first[id(r)] = i
             places.append(i)
-            outs.append(tape.value_of(local_of(r)))
+            outs.append(tape.value_of(_now(r)))
     chosen = {*places, *(i for i, _ in given), *(i for i, _ in again)}
     if any(isinstance(r, (types.GeneratorType, types.CoroutineType)) for r in leaves):
         raise tape.refuse("it returns a generator, which runs after it", ["return a list"])
@@ -572,8 +579,8 @@ def _effects(
         if isinstance(now, Tensor) and is_fake(local_of(now)):
             if isinstance(now, torch.nn.Parameter) or (now.requires_grad and now.is_leaf):
                 raise tape.refuse(f"{c.name} becomes another parameter in the step")
+            outs.append(tape.value_of(_now(now)))
             bound.append((c, Form.like(now)))
-            outs.append(tape.value_of(local_of(now)))
         else:
             reset.append((c, now))
     touched = {id(c.holder) for c, _ in (*bound, *reset)}
