@@ -507,6 +507,7 @@ def test_values_of_arguments_are_not_those_of_the_recorded_call() -> None:
             lambda x: torch.from_numpy(x.numpy() * 2),
             lambda x: x * float(x.numpy()[0]),
             lambda x: x.tolist()[0] > 0 or x,
+            lambda x: x.tensor_split(x.long().abs().clamp(max=1).cumsum(0)),
             lambda x: torch.from_dlpack(x) * 2,
             lambda x: x.set_(torch.ones(3)),
             lambda x: x.to_sparse().to_dense(),

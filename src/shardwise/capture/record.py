@@ -43,6 +43,7 @@ _SEES_VALUES = (
     "supported for tensor subclasses",
     "numpy",
     "for 'meta' device type",
+    "data is not allocated yet",
 )
 
 
