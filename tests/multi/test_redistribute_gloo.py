@@ -147,13 +147,22 @@ def check_memory_elsewhere(rank):
 
 
 def check_meshes(rank):
-    x, w = torch.randn(5, 3).double(), torch.randn(5, 3).double()
-    dist.broadcast(x, 0)
-    dist.broadcast(w, 0)
-    for a, b in [([0, 1, 2, 3], [0, 1]), ([0, 1], [[3, 2], [1, 0]]), ([2], [0, 1, 3])]:
+    """Subsets, other shapes, disjoint meshes; pieces of some rows, of one, of none; at once and in rounds."""
+    meshes = [
+        ([0, 1, 2, 3], [0, 1]),
+        ([0, 1], [[3, 2], [1, 0]]),
+        ([2], [0, 1, 3]),
+        ([3, 0], [1, 2]),
+    ]
+    sizes = [(5, 3), (1, 3), (0, 2), (3, 1)]
+    for (a, b), size, limit in itertools.product(meshes, sizes, [None, 400]):
+        x, w = torch.randn(size).double(), torch.randn(size).double()
+        dist.broadcast(x, 0)
+        dist.broadcast(w, 0)
         one, two = DeviceMesh("cpu", a), DeviceMesh("cpu", b)
         d = distribute_tensor(x, one, [Shard(0)]).requires_grad_()
-        y = d.redistribute(two, [Shard(1)])
+        to = [Shard(1)] if two.ndim == 1 else [Shard(1), Partial()]
+        y = d.redistribute(two, to, max_extra_bytes=limit)
         (y * distribute_tensor(w, two, [Shard(1)])).sum().backward()
         if two.coordinate_of(rank) is not None:
             assert torch.equal(y.full_tensor().detach(), x)

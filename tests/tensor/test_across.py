@@ -45,16 +45,18 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)
-def test_values_and_gradients(a, b):
-    x = torch.randint(-5, 5, (5, 3)).double()
-    w = torch.randint(-5, 5, (5, 3)).double()
+@pytest.mark.parametrize("size", [(5, 3), (1, 3), (0, 2), (3, 1)])
+def test_values_and_gradients(a, b, size):
+    """Also where ranks hold nothing: no more rows than one, or none."""
+    x = torch.randint(-5, 5, size).double()
+    w = torch.randint(-5, 5, size).double()
 
     def on_rank(rank):
         one, two = DeviceMesh("cpu", a), DeviceMesh("cpu", b)
         kinds = [R, P, Shard(0), Shard(1)]
         wd = distribute_tensor(w, two, [Shard(0)])
         places = [list(itertools.product(kinds, repeat=m.ndim)) for m in (one, two)]
-        places = [ps if len(ps) == 4 else ps[::3] for ps in places]
+        places = [ps if len(ps) == 4 else ps[:: 3 if size == (5, 3) else 5] for ps in places]
         for src, dst in itertools.product(*places):
             d = placed(x, one, src, rank).requires_grad_()
             y = d.redistribute(two, dst)

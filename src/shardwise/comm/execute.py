@@ -287,7 +287,11 @@ class _Drop(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
-    """A move on the local tensor; the backward of a move is a move."""
+    """A move on the local tensor; the backward of a move is a move.
+
+    Of no gradient none is made, as by kernels, and by ranks off the mesh, where nothing is moved. But what would be sent
+    is sent: whether there is a gradient may differ between ranks, whether backward comes by here does not.
+    """
 
     @staticmethod
     def forward(x: Tensor, how: Mover) -> Tensor:
@@ -296,10 +300,21 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.how = inputs[1]
+        ctx.like = output.shape, output.dtype, output.device
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.how.back(grads[0]), None
+        return moved_back(ctx, grads[0]), None
+
+
+def moved_back(ctx: Any, g: Tensor | None) -> Tensor | None:
+    """The gradient of a move's operand, from that of its result; None of None."""
+    if g is not None:
+        return ctx.how.back(g)
+    shape, dtype, device = ctx.like
+    ctx.how.back(torch.zeros(shape, dtype=dtype, device=device))
+    return None
 
 
 class _Extremum(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.execute import Mover, fresh
+from shardwise.comm.execute import Mover, fresh, moved_back
 from shardwise.comm.one_shot import OneShot
 from shardwise.comm.steps import Collective, Step, Swap, begin
 from shardwise.comm.transport import Handle
@@ -133,34 +133,34 @@ def move_many(movers: Sequence[Mover], xs: Sequence[Tensor]) -> list[Tensor]:
     """Move several tensors together; differentiable, and the gradients travel together, too."""
     movers = [m.now() for m in movers]
     out = list(xs)
-    grad = torch.is_grad_enabled()
-    plain: list[int] = []
-    recorded: list[int] = []
+    together: list[int] = []
     for i, (how, x) in enumerate(zip(movers, xs)):
-        if not (how.moves or how.communicates):
-            out[i] = how(x)
-            continue  # who is off the mesh has no steps, but takes the others along as all do
-        if not (grad and x.requires_grad):
-            plain.append(i)
-        elif how.settles_extremum:
+        tracked = x.requires_grad and torch.is_grad_enabled()
+        # those off the mesh have no steps, but go along as on all ranks
+        if not (how.moves or how.communicates) or (tracked and how.settles_extremum):
             out[i] = how(x)
         else:
-            recorded.append(i)
-    for i, y in zip(plain, run_many([movers[i] for i in plain], [xs[i] for i in plain])):
-        out[i] = y
-    if recorded:
-        moved = _many([movers[i] for i in recorded], *(xs[i] for i in recorded))
-        for i, y in zip(recorded, moved):
+            together.append(i)
+    with torch.no_grad():
+        own = [xs[i].detach() if xs[i].requires_grad else xs[i] for i in together]
+        for i, y in zip(together, run_many([movers[i] for i in together], own)):
             out[i] = y
+    recorded = [i for i in together if xs[i].requires_grad and torch.is_grad_enabled()]
+    if recorded:
+        how = [movers[i] for i in recorded]
+        moved = _many(how, *(xs[i] for i in recorded), *(out[i] for i in recorded))
+        for i, y in zip(recorded, moved):
+            out[i] = _reached(y)  # pyright: ignore[reportCallIssue]
     return out
 
 
 class _Many(torch.autograd.Function):
-    """Several moves; their backward is several moves."""
+    """Several moves that have been carried out; their backward is several moves."""
 
     @staticmethod
-    def forward(how: list[Mover], *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(fresh(y, x) for y, x in zip(run_many(how, xs), xs))
+    def forward(how: list[Mover], *tensors: Tensor) -> tuple[Tensor, ...]:
+        xs, ys = tensors[: len(how)], tensors[len(how) :]
+        return tuple(fresh(y, x).data for x, y in zip(xs, ys))  # no views of what only we hold
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -169,16 +169,36 @@ class _Many(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        asked = [i for i, g in enumerate(grads) if g is not None]  # the same on all ranks
+        asked = [i for i, g in enumerate(grads) if g is not None]
         moved = move_many([ctx.how[i].back for i in asked], [grads[i] for i in asked])
         out: list[Any] = [None] * len(grads)
         for i, g in zip(asked, moved):
             out[i] = g
-        return None, *out
+        return None, *out, *[None] * len(grads)
 
 
 def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
+
+
+class _Reached(torch.autograd.Function):
+    """The same tensor; its gradient is zeros, not nothing, if backward comes by here at all.
+
+    Whether a gradient is nothing depends on the nodes after this one, which differ between ranks on a mesh and off it;
+    whether backward comes by is the same on all ranks. So they agree on what a joint backward moves.
+    """
+
+    @staticmethod
+    def forward(y: Tensor) -> Tensor:
+        return y.data  # no view of what only we hold
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
 
 
 class Pending:
@@ -252,10 +272,12 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.how = inputs[2]
+        ctx.like = output.shape, output.dtype, output.device
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.how.back(grads[0]), None, None
+        return moved_back(ctx, grads[0]), None, None
 
 
 def move_each(movers: Sequence[Mover], xs: Sequence[Tensor]) -> list[Tensor]:
@@ -277,4 +299,5 @@ def move_each(movers: Sequence[Mover], xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 _many = direct_apply(_Many)
+_reached = direct_apply(_Reached)
 _arrived = direct_apply(_Arrived)

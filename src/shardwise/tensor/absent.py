@@ -145,10 +145,13 @@ class _Joined(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, ctx.fake, ctx.leaves, *operands = inputs
         ctx.save_for_backward(*operands)
+        ctx.set_materialize_grads(False)  # as nodes of kernels: of nothing comes nothing
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         operands, g = ctx.saved_tensors, grads[0]
+        if g is None:
+            return None, None, None, *[None] * len(operands)
         empties = [torch.zeros_like(t) for t in operands]
         if not torch.is_grad_enabled():
             return None, None, None, *empties
