@@ -357,6 +357,31 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
     return direct
 
 
+@contextmanager
+def named_by_members() -> Any:
+    """Inside, a group that only its members make is named by their ranks.
+
+    torch's name counts the groups that a rank has made before, which differ between ranks: they would wait for each
+    other under different names, forever.
+    """
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d._hash_ranks_to_str
+
+    def name(ranks: Any) -> str:
+        own = "shardwise:" + "_".join(map(str, ranks)) + ":"
+        made = (
+            distributed_c10d._world.pg_names.values()
+        )  # the members have made this one equally often
+        return own + str(sum(str(other).startswith(own) for other in made))
+
+    distributed_c10d._hash_ranks_to_str = name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
+
+
 def on_transform(begin: Any, end: Any) -> None:
     """Call ``begin()`` and ``end()`` around what a ``torch.func`` transform runs."""
 

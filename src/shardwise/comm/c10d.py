@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import (
 from shardwise.comm.direct import LARGE_BYTES, start_gather, start_reduce
 from shardwise.comm.reduce import ALLOWED, BOOL_AS, COMPLEX, reduce_in_order
 from shardwise.comm.transport import Handle, Ready, Transport, _fallback, _plain
-from shardwise.compat import default_store
+from shardwise.compat import default_store, named_by_members
 from shardwise.errors import CommError
 from shardwise.events import observers
 from shardwise.recording import recorder
@@ -486,7 +486,8 @@ def _new_group(world: ProcessGroup, ranks: tuple[int, ...]) -> ProcessGroup:
     if bound is not None:
         world.bound_device_id = None
     try:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        with named_by_members():
+            group = dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         if bound is not None:
             world.bound_device_id = bound
