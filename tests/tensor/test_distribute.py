@@ -274,6 +274,7 @@ def test_bad_input_raises_before_anything_is_sent():
     simulate(on_rank, 4)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_what_is_sparse_or_nested_is_refused():
     def on_rank():
         mesh = mesh22()
