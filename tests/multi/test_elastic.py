@@ -45,16 +45,20 @@ for rank in range(int(processes)):
         example.main()
         sys.exit()
     children.append(child)
-failed = False
-while children:
+died = []
+while children and not died:
     child, status = os.wait()
     children.remove(child)
-    if status and not failed:
-        failed = True
-        print("signal", os.WTERMSIG(status), file=sys.stderr)
-        for other in children:
-            os.kill(other, signal.SIGKILL)
-sys.exit(failed)
+    died += [status] if status else []
+for child in children:  # who was killed is dead by now, though a rank that lost it may be told of first
+    early, status = os.waitpid(child, os.WNOHANG)
+    if early:
+        died += [status]
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+print(*(f"signal {os.WTERMSIG(status)}" for status in died), file=sys.stderr)
+sys.exit(any(died))
 """
 
 
