@@ -206,8 +206,8 @@ def fresh(y: Tensor, x: Tensor) -> Tensor:
     return y.data if y._is_view() else y  # a view of what only we hold: drop the relation
 
 
-class Dropped(Mover):
-    """A move on the whole mesh, for a rank that the slice it leads to leaves out: it ends with nothing.
+class _Standing(Mover):
+    """For a rank that a slice leaves out: a move on the whole mesh, in its name.
 
     Args:
         how: The move on the whole mesh.
@@ -216,9 +216,27 @@ class Dropped(Mover):
     __slots__ = ("how",)
 
     def __init__(self, how: Mover) -> None:
-        _stand_for(self, how)
+        for name in ("src", "dst", "transport", "what", "moves", "settles_extremum"):
+            setattr(self, name, getattr(how, name))
+        self._back = self._leanest = None
         self.how = how
-        self.steps = (*how.steps, lambda x: x.new_empty((0,) * x.ndim))
+        self.steps = self._steps_of(how)
+
+    def _steps_of(self, how: Mover) -> tuple[Step, ...]:
+        raise NotImplementedError
+
+    def now(self) -> Mover:
+        """There is one way."""
+        return self
+
+
+class Dropped(_Standing):
+    """The move to a slice that leaves this rank out: it ends with nothing."""
+
+    __slots__ = ()
+
+    def _steps_of(self, how: Mover) -> tuple[Step, ...]:
+        return (*how.steps, lambda x: x.new_empty((0,) * x.ndim))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Move; differentiable."""
@@ -230,44 +248,21 @@ class Dropped(Mover):
         """The way back, of a gradient of nothing."""
         return Regained(self.how.between(src, dst))
 
-    def now(self) -> Mover:
-        """There is one way."""
-        return self
 
+class Regained(_Standing):
+    """The way back of a `Dropped`: zeros, which travel like what the others have."""
 
-class Regained(Mover):
-    """The way back of a `Dropped`: zeros, which travel like what the others have.
+    __slots__ = ()
 
-    Args:
-        how: The move on the whole mesh.
-    """
-
-    __slots__ = ("how",)
-
-    def __init__(self, how: Mover) -> None:
-        _stand_for(self, how)
-        self.how = how
+    def _steps_of(self, how: Mover) -> tuple[Step, ...]:
         coord = how.src.mesh.coordinate_of(how.transport.rank)
         assert coord is not None, "only a rank of the mesh has something to drop"
         shape = how.src.box(coord)[1]
-        self.steps = (
-            lambda g: torch.zeros(shape, dtype=g.dtype, device=g.device),
-            *how.steps,
-        )
+        return (lambda g: torch.zeros(shape, dtype=g.dtype, device=g.device), *how.steps)
 
     def between(self, src: Layout, dst: Layout) -> Mover:
         """The way there."""
         return Dropped(self.how.between(src, dst))
-
-    def now(self) -> Mover:
-        """There is one way."""
-        return self
-
-
-def _stand_for(wrapper: Mover, how: Mover) -> None:
-    for name in ("src", "dst", "transport", "what", "moves", "settles_extremum"):
-        setattr(wrapper, name, getattr(how, name))
-    wrapper._back = wrapper._leanest = None
 
 
 class _Drop(torch.autograd.Function):
