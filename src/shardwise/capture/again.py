@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.capture.ir import Node, Step, Value, flatten, users
-from shardwise.capture.memory import Memory
+from shardwise.capture.memory import most_live
 
 _FILL = torch.ops.aten.split_with_sizes_copy.out
 
@@ -124,16 +124,11 @@ def dispensable(step: Step) -> set[int]:
     candidates = gathered_again(nodes)
     if not candidates:
         return set()
-    memory = Memory(step, nodes)
-    row: list[int] = []
-    for n in nodes:
-        needs = memory.live + memory.needs(n)
-        memory.run(n)
-        row.append(max(needs, memory.live))
+    row, peak = most_live(step, nodes)
     chosen: set[int] = set()
     for c in sorted(candidates, key=lambda c: c.allocate - c.free):
         between = range(c.free, c.allocate)
-        if max(row[at] for at in between) + c.size_bytes <= memory.peak:
+        if max(row[at] for at in between) + c.size_bytes <= peak:
             chosen.add(c.start)
             for at in between:
                 row[at] += c.size_bytes

@@ -106,3 +106,14 @@ def peak_bytes(step: Step, nodes: Iterable[Node] | None = None) -> int:
     for n in order:
         memory.run(n)
     return memory.peak
+
+
+def most_live(step: Step, nodes: Sequence[Node]) -> tuple[list[int], int]:
+    """The most bytes that are live at each node of the program, run as it is, and the most of all."""
+    memory = Memory(step, nodes)
+    row: list[int] = []
+    for n in nodes:
+        needs = memory.live + memory.needs(n)
+        memory.run(n)
+        row.append(max(needs, memory.live))
+    return row, memory.peak

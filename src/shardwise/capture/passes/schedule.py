@@ -25,7 +25,7 @@ import heapq
 
 from shardwise.capture.cost import Device, durations, is_heavy, is_view
 from shardwise.capture.ir import Node, Step, flatten
-from shardwise.capture.memory import Memory
+from shardwise.capture.memory import Memory, most_live
 from shardwise.capture.order import dependencies, followers, places_of_starts
 from shardwise.capture.timeline import Clock
 from shardwise.route.cost import Profile
@@ -102,13 +102,7 @@ class _Profile:
     """The most live bytes between two places of the program, run as it is."""
 
     def __init__(self, step: Step, nodes: Sequence[Node]) -> None:
-        memory = Memory(step, nodes)
-        row: list[int] = []
-        for n in nodes:
-            needs = memory.live + memory.needs(n)
-            memory.run(n)
-            row.append(max(needs, memory.live))
-        self.peak = memory.peak
+        row, self.peak = most_live(step, nodes)
         self._rows = [row]  # row k: the most of 2**k places
         while 2 ** len(self._rows) <= len(row):
             last, half = self._rows[-1], 2 ** (len(self._rows) - 1)
