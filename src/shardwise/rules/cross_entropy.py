@@ -121,7 +121,7 @@ def _raise_together(group: Any, total: Tensor, wrong: IndexError | None) -> None
     Raises:
         IndexError: Of the first rank that has one; torch's words.
     """
-    if total.device.type == "cpu" and recorder() is None and not bool(total >= 0):
+    if total.device.type == "cpu" and recorder() is None and not total.item() >= 0:
         mine = str(wrong or "")
         for text in filter(None, [mine] if group.size == 1 else group.objects(mine)):
             raise IndexError(text)
