@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 import functools
+import logging
 import sys
 import types
 from typing import Any
@@ -547,6 +548,17 @@ def on_rng_state(get: Any, put: Any) -> None:
 tree_flatten: Any = torch.utils._pytree.tree_flatten
 tree_unflatten: Any = torch.utils._pytree.tree_unflatten
 tree_map_only: Any = torch.utils._pytree.tree_map_only
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Without the traceback that torch logs when a call on fake tensors raises."""
+    log, nothing = logging.getLogger("torch._subclasses.fake_tensor"), lambda _: False
+    log.addFilter(nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(nothing)
 
 
 def compile_flat(graph: Any, inputs: list[Any], mode: Any) -> Callable[[list[Any]], Any]:

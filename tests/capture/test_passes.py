@@ -156,6 +156,25 @@ return %9""",
     )
 
 
+def test_views_of_what_has_travelled_together_are_not_the_same() -> None:
+    """They are where they would be had each travelled alone, but in one memory."""
+
+    def both() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+        def fn(p: Any, q: Any, x: Any) -> Any:
+            a, b = to(p, R), to(q, R)
+            return a.t() @ x, b.t() @ x, a.view(-1)[:3], b.view(-1)[:3]
+
+        p, q, x = (on(mesh, kind, 4, 4) * n for kind, n in ((P, 1), (P, 5), (R, 1)))
+        step = capture(fn)
+        for _ in range(3):
+            for got, wanted in zip(step(p, q, x), fn(p, q, x), strict=True):
+                assert torch.equal(got.full_tensor(), wanted.full_tensor())
+
+    simulate(both, world_size=2)
+
+
 def test_bucket() -> None:
     def fn(p: Any, q: Any, s: Any, x: Any) -> Any:
         a, b, c = to(p, R), to(q, R), to(s, R)

@@ -57,7 +57,9 @@ VARIANTS: list[tuple[Any, ...]] = [
 places = st.integers(0, 20)
 calls = st.one_of(
     st.tuples(
-        st.sampled_from(["add", "mul", "into", "product", "row", "store"]), places, places
+        st.sampled_from(["add", "mul", "into", "product", "row", "store", "gathers", "sums"]),
+        places,
+        places,
     ),
     st.tuples(st.sampled_from(["relu", "draw", "drop", "sum", "flip", "columns"]), places),
     st.tuples(st.just("move"), places, st.sampled_from(KINDS)),
@@ -77,6 +79,13 @@ def run_call(pool: list[Any], state: list[Any], call: Any) -> Any:
             x.add_(y, alpha=0.5)
         case "product":
             return (x @ y.t() / 8) @ x
+        case "gathers":
+            x, y = (t.redistribute(placements=[Replicate()]) for t in (x, y))
+            return (x @ (y.t() @ x) - y @ (x.t() @ y)) / 50
+        case "sums":
+            a, b = x.t() @ y, y.t() @ x[:]
+            a, b = (t.redistribute(placements=[Replicate()]) for t in (a, b))
+            return (x @ a.t() - y @ b.t()) / 50
         case "row":
             x[1].mul_(y[0])
         case "store":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.capture.ir import Node, Value, substitute, values_in
 from shardwise.capture.number import HINT
-from shardwise.compat import NN_BUILTINS, TorchDispatchMode, direct_op
+from shardwise.compat import NN_BUILTINS, TorchDispatchMode, direct_op, quiet_fakes
 
 _BEST: dict[Any, Callable[..., Any]] = {}  # by overload and kinds of arguments
 # Below autograd these are the same call as what has a binding.
@@ -88,7 +88,7 @@ def _is_same(call: Callable[..., Any], n: Node) -> bool:
         return False
     seen = _Seen(mode)
     try:
-        with torch.no_grad(), seen:
+        with torch.no_grad(), seen, quiet_fakes():
             call(*args, **kwargs)
     except Exception:
         return False

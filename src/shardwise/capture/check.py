@@ -66,9 +66,13 @@ def group_of(step: Step) -> tuple[int, ...]:
 
 
 def order_of(step: Step) -> str:
-    """The collectives of a step in the order of their starts, told apart by what they carry: one for all ranks."""
+    """The collectives of a step in the order of their starts, told apart by what they carry: one for all ranks.
+
+    And what of that is divided only when it has arrived (``passes/late_mean.py``).
+    """
     return "\n".join(
         f"{n.info['carries']} {n.info['kind']} {n.info.get('op')} {n.args[0].fake.dtype}"
+        f" {n.info.get('undivided', '')}"
         for n in step.collectives()
     )
 

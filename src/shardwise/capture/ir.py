@@ -179,9 +179,16 @@ class Step:
         return replace(self, nodes=tuple(nodes), next_index=index)
 
     def substituted(self, new: dict[Value, Value]) -> Step:
-        """The step with other values for some, everywhere; views of what is replaced show the new memory."""
+        """The step with other values for some, everywhere; views of what is replaced show the new memory.
+
+        The others must be like those: what is computed from them has been recorded by their shapes and strides.
+        """
         if not new:
             return self
+        for old, to in new.items():
+            assert old.fake is to.fake or alike(old.fake, to.fake), (
+                f"{to} cannot take the place of {old}: {describe(to)}"
+            )
         roots = moved_roots(new)
         if roots:
             new = {**self._shown_elsewhere(new, roots), **new}
@@ -241,6 +248,17 @@ def flatten(nodes: Iterable[Node]) -> Iterator[Node]:
 def moved_roots(new: dict[Value, Value]) -> dict[int, int]:
     """What becomes of roots when values become others."""
     return {old.root: to.root for old, to in new.items() if old.root != to.root}
+
+
+def alike(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether two tensors have the same dtype, device, shape and strides (those that count)."""
+    if x is None or y is None:
+        return x is y
+    if (x.dtype, x.shape, x.device) != (y.dtype, y.shape, y.device):
+        return False
+    return not x.numel() or all(
+        n == 1 or i == j for n, i, j in zip(x.shape, x.stride(), y.stride(), strict=True)
+    )
 
 
 def values_in(tree: Any) -> Iterator[Value]:

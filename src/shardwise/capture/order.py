@@ -81,6 +81,40 @@ def readiness(nodes: Sequence[Node], is_heavy: Callable[[Node], bool]) -> list[i
     return out
 
 
+class Late:
+    """Nodes that are put off, and what is put off with them.
+
+    Attributes:
+        members: Those that are put off.
+        waiting: What waits for them.
+    """
+
+    __slots__ = ("members", "reads", "waiting", "writes")
+
+    def __init__(self) -> None:
+        self.members: list[Node] = []
+        self.waiting: list[Node] = []
+        self.reads: set[int] = set()
+        self.writes: set[int] = set()
+
+    def stops(self, n: Node) -> bool:
+        """Whether a later node cannot go before them."""
+        return bool((n.reads | n.writes) & self.writes or n.writes & self.reads)
+
+    def add(self, n: Node, *, member: bool) -> None:
+        """Put a node with those that wait."""
+        (self.members if member else self.waiting).append(n)
+        self.reads |= n.reads
+        self.writes |= n.writes | {v.root for v in n.outs}
+
+
+def is_scalar(n: Node) -> bool:
+    """Whether a node only makes scalars of scalars: 0 dims are a global fact."""
+    return n.kind in ("call", "number") and all(
+        v.fake is None or v.fake.ndim == 0 for v in (*n.inputs, *n.outs)
+    )
+
+
 def places_of_starts(
     nodes: Sequence[Node],
     before: Sequence[Sequence[int]],
@@ -143,7 +177,8 @@ def together(starts: Sequence[Node]) -> dict[str, Any]:
     for name in ("since", "heavy"):
         if all(name in s.info for s in starts):
             known[name] = max(s.info[name] for s in starts)
-    return known
+    undivided = tuple(i for s in starts for i in s.info.get("undivided", ()))
+    return {**known, "undivided": undivided} if undivided else known
 
 
 def violations(step: Step, reordered: Step) -> list[str]:

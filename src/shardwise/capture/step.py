@@ -29,7 +29,7 @@ from shardwise.capture.cost import is_heavy
 from shardwise.capture.inductor import Compiled, compiled
 from shardwise.capture.ir import Step
 from shardwise.capture.order import facts_of, settle
-from shardwise.capture.passes import DEFAULT, Pass
+from shardwise.capture.passes import COMPILED, DEFAULT, Pass, late_mean
 from shardwise.capture.record import LIFTED_NUMBERS, NewStateError, Recording, record
 from shardwise.capture.replay import MISS, replayer
 from shardwise.capture.run import executor
@@ -47,7 +47,7 @@ from shardwise.tensor.gradients import syncing
 
 MAX_CAPTURES = 16
 MAX_READY = 4  # steps that are tried at once
-_DISAGREE = "the passes would send in another order on some rank; the step runs as recorded"
+_DISAGREE = "the passes would send in another order on some rank; the step runs without some or all of them"
 
 
 def capture(
@@ -90,7 +90,9 @@ def capture(
         return lambda f: capture(f, passes=passes, compile=compile, max_captures=max_captures)
     if compile not in (None, "inductor"):
         raise CaptureError(f"compile={compile!r} is not known.", tries=['compile="inductor"'])
-    return Captured(fn, DEFAULT if passes is None else tuple(passes), compile, max_captures)
+    if passes is None:
+        passes = DEFAULT if compile is None else COMPILED
+    return Captured(fn, tuple(passes), compile, max_captures)
 
 
 class Captured:
@@ -228,16 +230,14 @@ class Captured:
         else:
             facts = known[0]
         settle(recording.step, facts)
-        found = CapturedStep(recording, self.passes, state, memory)
-        order, first = order_of(found.step), known is None
+        first = known is None
         if known is None:
-            same = alike(transport, ranks, order)
-            known = own.agreed[digest] = facts, order if same else None
-            if not same:
-                emit(FallbackEvent(f"capture of {self.__name__}", _DISAGREE, user_site()))
-        if known[1] is None:  # as recorded all agree
-            found = CapturedStep(recording, (), state, memory)
-        elif order != known[1]:
+            found, order = self._agreed(recording, state, memory, ranks)
+            own.agreed[digest] = facts, found.passes, order
+        else:
+            found = CapturedStep(recording, known[1], state, memory)
+            order = order_of(found.step) if found.passes else ""
+        if order != own.agreed[digest][2]:
             raise CaptureError(
                 f"{self.__name__}: this rank would send in another order than the ranks have agreed on.",
                 tries=[
@@ -254,6 +254,19 @@ class Captured:
         if first and self.compiler is not None:  # lest one waits for a rank that cannot compile
             agree(transport, ranks, [], None)
         return found
+
+    def _agreed(
+        self, recording: Recording, state: State, memory: Any, ranks: Any
+    ) -> tuple[CapturedStep, str]:
+        """The step after passes that leave all ranks one order of collectives, and that order; as recorded if need be."""
+        without = tuple(p for p in self.passes if p is not late_mean)
+        for passes in dict.fromkeys((self.passes, without)):
+            found = CapturedStep(recording, passes, state, memory)
+            order = order_of(found.step)
+            if alike(current(), ranks, order):
+                return found, order
+            emit(FallbackEvent(f"capture of {self.__name__}", _DISAGREE, user_site()))
+        return CapturedStep(recording, (), state, memory), ""
 
     def _record(self, own: _OfRank, state: State, args: Any, kwargs: Any) -> Recording:
         try:
@@ -305,8 +318,8 @@ class _OfRank:
         lifted: Hyperparameters that are inputs: those that were seen to change, too.
         may_lift: Whether more may become inputs.
         moved: The place that was last seen to hold something else.
-        agreed: Steps that the ranks have agreed on, by digest: the facts of the collectives, and their order (None:
-            as recorded).
+        agreed: Steps that the ranks have agreed on, by digest: the facts of the collectives, the passes, and the
+            order after them.
         suspects: Loose places that held something else at the last look.
         ignored: Those that the step was seen not to depend on, with their holders.
         ready: Steps that can be run at once, newest first, with what does it (``replay.py``).
@@ -318,7 +331,7 @@ class _OfRank:
         self.states: dict[Any, State] = {}
         self.lifted, self.may_lift = LIFTED_NUMBERS, True
         self.moved = ""
-        self.agreed: dict[str, tuple[Any, str | None]] = {}
+        self.agreed: dict[str, tuple[Any, tuple[Pass, ...], str]] = {}
         self.suspects: list[Cell] = []
         self.ignored: dict[tuple[int, Any], Any] = {}
         self.ready: list[tuple[CapturedStep, Callable[..., Any]]] = []
@@ -376,6 +389,7 @@ class CapturedStep:
 
     Attributes:
         recording: As recorded.
+        passes: What was done to it.
         log: For each pass its name and the step after it.
         step: After all passes.
         compiled: Its parts, if they are compiled.
@@ -391,7 +405,7 @@ class CapturedStep:
         state: State | None = None,
         memory: Sequence[Any] = (),
     ) -> None:
-        self.recording = recording
+        self.recording, self.passes = recording, tuple(passes)
         self.state = state  # kept, so that no id of its objects is used twice
         self.log: list[tuple[str, Step]] = []
         step = recording.step

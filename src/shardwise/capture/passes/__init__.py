@@ -7,6 +7,7 @@ from shardwise.capture.passes.bucket import bucket
 from shardwise.capture.passes.counts import counts
 from shardwise.capture.passes.in_place import in_place
 from shardwise.capture.passes.kept import kept
+from shardwise.capture.passes.late_mean import late_mean
 from shardwise.capture.passes.moves import redundant_moves
 from shardwise.capture.passes.scale import scale
 from shardwise.capture.passes.schedule import schedule
@@ -25,14 +26,21 @@ DEFAULT: tuple[Pass, ...] = (
     in_place,
     schedule,
 )
+COMPILED: tuple[Pass, ...] = (
+    *DEFAULT[:3],
+    late_mean,
+    *DEFAULT[3:],
+)  # those that round otherwise, too
 
 __all__ = [
+    "COMPILED",
     "DEFAULT",
     "Pass",
     "bucket",
     "counts",
     "in_place",
     "kept",
+    "late_mean",
     "redundant_moves",
     "scale",
     "schedule",

@@ -12,6 +12,7 @@ The size: given, or that for which latency hardly counts by what is known of the
 
 from __future__ import annotations
 
+from dataclasses import replace
 import math
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from shardwise.capture.cost import Network, is_heavy, network
-from shardwise.capture.ir import Node, Step, Value, substitute
-from shardwise.capture.order import readiness, together
+from shardwise.capture.ir import Node, Step, Value, alike, substitute
+from shardwise.capture.order import Late, is_scalar, readiness, together
 from shardwise.route.cost import Profile
 
 CAP_BYTES = 25 * 2**20  # where nothing is known of the network
@@ -35,6 +36,7 @@ def bucket(step: Step, cap_bytes: int | None = None, profile: Profile | None = N
         cap_bytes: About so many bytes in a bucket; the same on all ranks.
         profile: How fast the mesh talks, for a size where none is given; default what ``mesh.profile()`` found.
     """
+    step = as_moves(step)
     net = network(step, profile) if cap_bytes is None else None
     for kind in KINDS:
         parts = [
@@ -52,7 +54,7 @@ def _cap(cap_bytes: int | None, net: Network | None, run: list[Node]) -> int:
     if net is None:
         assert cap_bytes is not None, "the network is asked where no size is given"
         return cap_bytes
-    return net.bucket_bytes(_start(run[0]).info["ranks"]) or CAP_BYTES
+    return net.bucket_bytes(start_of(run[0]).info["ranks"]) or CAP_BYTES
 
 
 def single(n: Node, kind: str) -> Node | None:
@@ -68,7 +70,28 @@ def single(n: Node, kind: str) -> Node | None:
     return starts[0]
 
 
-def _start(n: Node) -> Node:
+def as_moves(step: Step) -> Step:
+    """The step with the sums that rules have started themselves as moves, too."""
+    sums = {
+        n.outs[0] for n in step.nodes if n.kind == "start" and n.info["kind"] == "all_reduce"
+    }
+    alone = {n.args[0]: n for n in step.nodes if n.kind == "wait" and n.args[0] in sums}
+    nodes: list[Node] = []
+    for n in step.nodes:
+        if n.kind == "start" and n.outs[0] in alone:
+            wait = alone[n.outs[0]]
+            reads, writes = n.reads, n.writes | wait.writes
+            move = Node(
+                "move", n.name, None, n.args, {}, wait.outs, wait.result, reads, writes, n.site
+            )
+            nodes.append(replace(move, body=(n, wait)))
+        elif n.kind != "wait" or n is not alone.get(n.args[0]):
+            nodes.append(n)
+    return step.with_nodes(nodes)
+
+
+def start_of(n: Node) -> Node:
+    """The first collective of a move."""
     return next(b for b in n.body if b.kind == "start")
 
 
@@ -80,66 +103,33 @@ def payload(start: Node) -> int:
 # ---- which may travel together -----------------------------------------------------------------------
 
 
-class _Late:
-    """Reductions that wait for a later one, and what waits with them.
-
-    Attributes:
-        members: The reductions.
-        waiting: What waits for their results.
-    """
-
-    __slots__ = ("members", "reads", "waiting", "writes")
-
-    def __init__(self) -> None:
-        self.members: list[Node] = []
-        self.waiting: list[Node] = []
-        self.reads: set[int] = set()
-        self.writes: set[int] = set()
-
-    def stops(self, n: Node) -> bool:
-        """Whether a later node cannot go before them."""
-        return bool((n.reads | n.writes) & self.writes or n.writes & self.reads)
-
-    def add(self, n: Node, *, member: bool) -> None:
-        """Put a node with those that wait."""
-        (self.members if member else self.waiting).append(n)
-        self.reads |= n.reads
-        self.writes |= n.writes | {v.root for v in n.outs}
-
-
-def _is_scalar(n: Node) -> bool:
-    """Whether a node only makes scalars of scalars: 0 dims are a global fact."""
-    return n.kind in ("call", "number") and all(
-        v.fake is None or v.fake.ndim == 0 for v in (*n.inputs, *n.outs)
-    )
-
-
 def _runs(step: Step, kind: str) -> list[list[Node]]:
     """Moves that could travel together."""
     runs = _gathers(step) if kind == "all_gather" else _reductions(step, kind)
     return [run for run in runs if len(run) > 1]
 
 
-def _key(start: Node) -> tuple[Any, ...]:
+def key_of(start: Node) -> tuple[Any, ...]:
+    """What collectives of a kind have in common that may travel together."""
     return start.info["ranks"], start.info.get("op"), start.args[0].fake.dtype
 
 
 def _reductions(step: Step, kind: str) -> list[list[Node]]:
     ready = readiness(step.nodes, is_heavy)
-    open_runs: dict[Any, _Late] = {}
-    done: list[_Late] = []
+    open_runs: dict[Any, Late] = {}
+    done: list[Late] = []
     for n, since in zip(step.nodes, ready):
         for k, run in list(open_runs.items()):
             if run.stops(n):
-                if _is_scalar(n):
+                if is_scalar(n):
                     run.add(n, member=False)
                 else:
                     done.append(open_runs.pop(k))
         start = single(n, kind)
         if start is not None:
             late = start.info.get("heavy", since >= 0)  # what the ranks have agreed on
-            key = (*_key(start), bool(late))
-            open_runs.setdefault(key, _Late()).add(n, member=True)
+            key = (*key_of(start), bool(late))
+            open_runs.setdefault(key, Late()).add(n, member=True)
     return [run.members for run in (*done, *open_runs.values())]
 
 
@@ -152,7 +142,7 @@ def _gathers(step: Step) -> list[list[Node]]:
     for n in step.nodes:
         start = single(n, "all_gather")
         if start is not None:
-            key = _key(start)
+            key = key_of(start)
             if key in open_runs:
                 roots, values = since[key]
                 if n.reads & roots or not values.isdisjoint(n.inputs):
@@ -197,7 +187,7 @@ def _together(step: Step, parts: list[list[Node]], kind: str) -> Step:
         bound.update(new)
         part_of.update({id(n): i for n in part})
     out: list[Node] = []
-    waiting: dict[int, _Late] = {}
+    waiting: dict[int, Late] = {}
 
     def place(n: Node) -> None:
         for late in waiting.values():
@@ -213,7 +203,7 @@ def _together(step: Step, parts: list[list[Node]], kind: str) -> Step:
         elif kind == "all_gather":
             out.extend(made.pop(i, ()))
         elif n is not parts[i][-1]:
-            waiting.setdefault(i, _Late()).add(n, member=True)
+            waiting.setdefault(i, Late()).add(n, member=True)
         else:
             late = waiting.pop(i)
             out.extend(made.pop(i))
@@ -226,7 +216,7 @@ def _one_message(
     step: Step, part: list[Node], kind: str, index: int
 ) -> tuple[list[Node], dict[Value, Value], int]:
     """The nodes of a part's collective, what becomes of its results, the next free number."""
-    starts = [_start(n) for n in part]
+    starts = [start_of(n) for n in part]
     packs = [list(n.body[: n.body.index(s)]) for n, s in zip(part, starts)]
     info = starts[0].info
     transport, ranks = info["transport"], info["ranks"]
@@ -280,4 +270,9 @@ def _unpacked(n: Node, piece: Tensor, rest: tuple[Node, ...]) -> Tensor:
         assert b.target is not None, "calls have a target"
         made = b.target(*substitute(b.args, fakes), **substitute(b.kwargs, fakes))
         known.update(zip(b.outs, made if isinstance(made, (tuple, list)) else [made]))
-    return known[n.outs[0]]
+    whole, alone = known[n.outs[0]], n.outs[0].fake
+    assert alone is not None, "a move gives a tensor"
+    if alike(whole, alone):
+        return whole
+    # what follows has been recorded by its strides
+    return whole.new_empty_strided(alone.shape, alone.stride()).copy_(whole)

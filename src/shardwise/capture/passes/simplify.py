@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.capture.ir import OUTSIDE, RNG, Node, Slot, Step, Value, flatten, values_in
+from shardwise.compat import storage_id
 
 _ATEN = torch.ops.aten
 _EMPTY = {
@@ -58,6 +59,9 @@ def _geometry(v: Value) -> Any:
     assert t is not None, "only tensors have a geometry"
     return (
         v.root,
+        storage_id(
+            t
+        ),  # a pass may have put it into other memory: then its offset is one in what it was in before
         t.shape,
         t.stride(),
         t.storage_offset(),
