@@ -95,6 +95,45 @@ def test_flatten():
     assert DeviceMesh("cpu", [[0, 1]]).flatten().names is None
 
 
+def test_a_flattened_slice_goes_by_its_name_in_meshes_with_these_axes():
+    def on_rank(rank):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("rep", "shard", "cp"))
+        flat = mesh["shard", "cp"]._flatten("shard_cp")
+        assert mesh["shard_cp"] is flat
+        assert flat.ranks == tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
+        hybrid = mesh["rep", "shard_cp"]
+        assert (hybrid.shape, hybrid.names) == ((2, 4), ("rep", "shard_cp"))
+        assert hybrid.ranks == tuple(range(8))
+        assert mesh["rep", "cp"].flatten().names == ("rep_cp",)
+        assert mesh["rep_cp", "shard"].get_coordinate() == [
+            rank // 4 * 2 + rank % 2,
+            rank // 2 % 2,
+        ]
+        with pytest.raises(MeshError, match="must not repeat"):
+            mesh["shard", "shard_cp"]
+        with pytest.raises(MeshError, match='no axis "shard_cp"'):
+            mesh["rep", "shard"]["shard_cp"]
+
+    simulate(on_rank, 8)
+
+
+def test_one_name_for_two_slices_says_nothing():
+    mesh = DeviceMesh("cpu", [[[0, 1], [2, 3]]], mesh_dim_names=("fa", "fb", "fc"))
+    mesh["fa", "fb"].flatten("both")
+    mesh["fb", "fc"].flatten("both")
+    with pytest.raises(MeshError, match="several flattened slices"):
+        mesh["both"]
+
+
+def test_what_a_mesh_is_not_asked():
+    with pytest.raises(TypeError, match="mesh_dim_name"):
+        DeviceMesh("cpu", [0, 1], mesh_dim_name=("a",))  # pyright: ignore
+    with pytest.raises(TypeError, match="mesh_dim_name"):
+        init_device_mesh("cpu", (1,), mesh_dim_name=("a",))  # pyright: ignore
+    with pytest.raises(MeshError, match="backend of the process group"):
+        DeviceMesh("cpu", [0, 1], backend_override="gloo")  # pyright: ignore
+
+
 def test_with_mesh_names_the_default():
     def on_rank():
         mesh = init_device_mesh("cpu", (2, 2))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.fresh import initial_state, is_fresh
 from shardwise.checkpoint.world import some, together
 from shardwise.comm.transport import Transport, current
 from shardwise.errors import CheckpointError
@@ -148,30 +149,43 @@ def get_optimizer_state_dict(
 ) -> State:
     """The state and the settings of optimizers, by parameter name; see `get_state_dict`.
 
+    An optimizer that has not stepped gives what it will keep, with its first values, so that
+    ``torch.distributed.checkpoint.load`` has something to fill. It shares no memory with the optimizer, which
+    stays as it is: give it to `set_optimizer_state_dict`. That costs the memory of the state, and of the
+    parameters twice while it is made. (Momentum of SGD begins with zeros then: with ``dampening`` its first
+    step is smaller.)
+
     Raises:
         CheckpointError: An optimizer has a parameter that is not the model's.
     """
-    return optimizer_state(parameter_names(model), optimizers, options)
+    return optimizer_state(parameter_names(model), optimizers, options, fresh=True)
 
 
 def optimizer_state(
-    names: Mapping[int, str], optimizers: Optimizer | Iterable[Optimizer], options: Any = None
+    names: Mapping[int, str],
+    optimizers: Optimizer | Iterable[Optimizer],
+    options: Any = None,
+    *,
+    fresh: bool = False,
 ) -> State:
-    """The state of optimizers of parameters with these names."""
+    """The state of optimizers of parameters with these names; ``fresh``: of those that have none yet, too."""
     options = options or _PLAIN
     state: State = {}
     groups: list[State] = []
     for optimizer in _list(optimizers):
+        held: Any = optimizer.state
+        if fresh and is_fresh(optimizer):
+            held = initial_state(optimizer)
         for group in optimizer.param_groups:
             members = [_name_of(p, names) for p in group["params"]]
             groups.append(
                 {k: v for k, v in group.items() if k != "params"} | {"params": members}
             )
             for name, p in zip(members, group["params"]):
-                if p in optimizer.state:
+                if p in held:
                     state[name] = {
                         k: v.detach() if isinstance(v, Tensor) else v
-                        for k, v in optimizer.state[p].items()
+                        for k, v in held[p].items()
                     }
     state = _converted(state, options)
     keep_groups = not (options.full_state_dict and options.cpu_offload and current().rank)
@@ -265,7 +279,9 @@ def set_state_dict(
     return report
 
 
-def set_model_state_dict(model: nn.Module, state: State, *, options: Any = None) -> SetReport:
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: State, *, options: Any = None
+) -> SetReport:
     """Set the parameters and buffers of a model; see `set_state_dict`."""
     options = options or _PLAIN
     transport = current()
@@ -275,7 +291,7 @@ def set_model_state_dict(model: nn.Module, state: State, *, options: Any = None)
             plain_name(k): v for k, v in core.state_dict(keep_vars=True).items()
         }
     places = _places(core)
-    given = {plain_name(k): v for k, v in state.items()}
+    given = {plain_name(k): v for k, v in model_state_dict.items()}
     outlines = _outlines(given)
     if options.broadcast_from_rank0:
         outlines = together(transport, "", outlines)[0]
@@ -455,7 +471,7 @@ def _real(like: Tensor) -> torch.device:
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],
-    state: State,
+    optim_state_dict: State,
     *,
     options: Any = None,
 ) -> None:
@@ -466,7 +482,7 @@ def set_optimizer_state_dict(
     Raises:
         CheckpointError: On all ranks: parameters that are in one group now had different settings.
     """
-    set_optimizers(parameter_names(model), optimizers, state, options)
+    set_optimizers(parameter_names(model), optimizers, optim_state_dict, options)
 
 
 def set_optimizers(

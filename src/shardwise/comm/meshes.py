@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardwise.comm.profile import profile
 from shardwise.comm.transport import current
 from shardwise.errors import MeshError
-from shardwise.layout.mesh import Mesh, entered_mesh
+from shardwise.layout.mesh import Mesh, entered_mesh, refuse_backend
 
 
 class _Runtime:
@@ -43,7 +43,7 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Sequence[str] | None = None,
-    **_ignored: Any,
+    backend_override: None = None,
 ) -> Mesh:
     """A mesh over ranks 0, 1, ... of the world, starting the process group if needed.
 
@@ -51,10 +51,12 @@ def init_device_mesh(
         device_type: ``"cpu"``, ``"cuda"``, ...
         mesh_shape: Size of each axis.
         mesh_dim_names: Name of each axis; optional.
+        backend_override: For torch's sake; anything but None is refused.
 
     Raises:
         MeshError: The mesh is larger than the world, or the names do not fit.
     """
+    refuse_backend(backend_override)
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(int(n) for n in mesh_shape)
     size, world = math.prod(shape), current().world_size
     if size > world:

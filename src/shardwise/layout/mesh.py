@@ -64,6 +64,9 @@ class Mesh:
 
     runtime: ClassVar[MeshRuntime | None] = None
     _interned: ClassVar[dict[tuple[Any, ...], Mesh]] = {}
+    _flattened: ClassVar[
+        dict[str, list[tuple[str, ...]]]
+    ] = {}  # what `flatten` named, and of which axes
 
     __slots__ = ("_group_cache", "_index", "device_type", "names", "ranks", "shape", "strides")
 
@@ -79,9 +82,11 @@ class Mesh:
         mesh: Any,
         *,
         mesh_dim_names: Sequence[str] | None = None,
-        **_ignored: Any,  # torch's private construction options
+        backend_override: None = None,
+        _init_backend: bool = True,  # torch's: groups are made here when they are first used
     ) -> Mesh:
         """Return the one mesh with these values."""
+        refuse_backend(backend_override)
         shape, ranks = _flatten_ranks(mesh)
         names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
         return cls.of(device_type, shape, ranks, names)
@@ -127,7 +132,6 @@ class Mesh:
         mesh: Any = None,
         *,
         mesh_dim_names: Sequence[str] | None = None,
-        **_ignored: Any,  # torch's choices of backends
     ) -> Mesh:
         """The mesh over the ranks of groups that exist. The groups themselves are not used: a mesh has its own.
 
@@ -193,7 +197,10 @@ class Mesh:
         """
         if isinstance(axis, str):
             if self.names is None or axis not in self.names:
-                raise MeshError(f'the mesh has no axis "{axis}": {self}.')
+                raise MeshError(
+                    f'the mesh has no axis "{axis}": {self}.',
+                    tries=() if self.names else ["init_device_mesh(..., mesh_dim_names=(...))"],
+                )
             return self.names.index(axis)
         if not -self.ndim <= axis < self.ndim:
             raise MeshError(
@@ -287,20 +294,48 @@ class Mesh:
 
     # -- other meshes ------------------------------------------------------------------------
     def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
-        """The slice of the mesh along the named axes that the caller lies on."""
+        """The slice of the mesh along the named axes that the caller lies on.
+
+        A name that `flatten` gave to several of the axes stands for these, as one axis.
+        """
         names = (names,) if isinstance(names, str) else tuple(names)
-        axes = tuple(self.axis(n) for n in names)
+        groups = [self._axes_of(n) for n in names]
+        axes = tuple(a for group in groups for a in group)
         if len(set(axes)) != len(axes):
             raise MeshError(f"a slice must not repeat an axis: {names}")
-        if axes == tuple(range(self.ndim)):
+        shape = tuple(math.prod(self.shape[a] for a in group) for group in groups)
+        if axes == tuple(range(self.ndim)) and shape == self.shape and names == self.names:
             return self
         coord = self.coordinate_of(self.get_rank()) or (0,) * self.ndim
-        shape = tuple(self.shape[a] for a in axes)
         return Mesh.of(self.device_type, shape, self.group_ranks(axes, coord), names)
 
-    def flatten(self, name: str | None = None) -> Mesh:
-        """The same ranks on one axis, row-major."""
-        name = name if name is not None or self.names is None else "_".join(self.names)
+    def _axes_of(self, name: str) -> tuple[int, ...]:
+        """The axes that a name stands for: one of the mesh's, or several that were flattened under it."""
+        if self.names is None or name in self.names:
+            return (self.axis(name),)
+        own = self.names
+        fitting = [axes for axes in Mesh._flattened.get(name, ()) if set(axes) <= set(own)]
+        if len(fitting) > 1:
+            raise MeshError(
+                f'"{name}" was given to several flattened slices: {", ".join(map(str, fitting))}.',
+                tries=["another name for each", "keep what flatten returns, and use it"],
+            )
+        return tuple(own.index(n) for n in fitting[0]) if fitting else (self.axis(name),)
+
+    def flatten(self, mesh_dim_name: str | None = None) -> Mesh:
+        """The same ranks on one axis, row-major.
+
+        Args:
+            mesh_dim_name: Name of the axis; default: the names of the axes, joined by ``_``. A mesh that has these
+                axes gives the flattened one under this name, too: ``mesh["dp", "cp"].flatten("dp_cp")``, then
+                ``mesh["dp_cp"]`` or ``mesh["dp_cp", "tp"]``.
+        """
+        name = mesh_dim_name
+        if self.names is not None:
+            name = "_".join(self.names) if name is None else name
+            known = Mesh._flattened.setdefault(name, [])
+            if self.names not in known and self.names != (name,):
+                known.append(self.names)
         return Mesh.of(
             self.device_type, (len(self.ranks),), self.ranks, None if name is None else (name,)
         )
@@ -388,6 +423,15 @@ def join(meshes: Sequence[Mesh]) -> Mesh:
                 f"the operands live on meshes that cannot be combined: {m} is no slice of {largest}."
             )
     return largest
+
+
+def refuse_backend(backend_override: Any) -> None:
+    """Raise if a mesh is to use another backend than the process group's."""
+    if backend_override is not None:
+        raise MeshError(
+            f"backend_override={backend_override!r}: a mesh talks over the backend of the process group.",
+            tries=['torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'],
+        )
 
 
 def _runtime() -> MeshRuntime:
