@@ -251,6 +251,18 @@ def test_the_number_travels_with_the_gradients() -> None:
     assert collective.info["members"] == parameters + 1
 
 
+def test_gradients_are_divided_by_one_call() -> None:
+    def names() -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        step, _ = trained(plain, LABELS["all"], mesh, lambda f: capture(f, passes=COMPILED))
+        text = str(step.last.step)
+        return text[text.index("reciprocal") :]
+
+    after = simulate(names, world_size=2)[0]
+    assert after.count("aten.mul_.Tensor(") == 1
+    assert "aten.mul.Tensor(" not in after
+
+
 def test_what_is_not_compiled_keeps_its_bits() -> None:
     def last() -> Any:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

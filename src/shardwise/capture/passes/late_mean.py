@@ -303,4 +303,4 @@ def _adds_number(name: str, n: Node) -> bool:
 
 
 def _one_over(count: torch.Tensor) -> torch.Tensor:
-    return torch.where(count == 0, torch.ones_like(count), count.reciprocal())
+    return count.clamp(min=1).reciprocal()
