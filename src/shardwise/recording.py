@@ -50,6 +50,9 @@ class Recorder(Protocol):
     def afterwards(self, restore: Callable[[], None]) -> None:
         """Have something put back when the recording ends, however it ends."""
 
+    def at_end(self, check: Callable[[], None]) -> None:
+        """Have something looked at when the recorded call is over; it may raise what `refuse` gives."""
+
     def refuse(self, what: str, tries: Sequence[str] = ()) -> Exception:
         """The error for what no later run could repeat."""
         ...

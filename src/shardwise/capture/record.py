@@ -258,6 +258,8 @@ def record(
                 own_args, own_kwargs = tree_unflatten(own, tree)  # lists and dicts of our own
                 got = _called(fn, own_args, own_kwargs, tape)
                 check_numbers()
+                for check in tape.checks:
+                    check()
                 _check_data(tape, data)
                 _check_arguments(tape, own, tree_flatten((own_args, own_kwargs))[0])
                 results, outs = _results(tape, got, own, cells)

@@ -566,8 +566,10 @@ def _leaf_key(x: Any) -> Any:
 
 def _modes() -> tuple[Any, ...]:
     """What is set outside of what the function works on."""
+    transport = current()
     return (
-        current(),
+        transport,
+        transport.state.get("module_settings"),  # of fully sharded modules
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         mode(),

@@ -103,6 +103,7 @@ class Tape(TorchDispatchMode):
         self._next = 0
         self.constants: dict[int, Tensor] = {}
         self.restores: list[Callable[[], None]] = []
+        self.checks: list[Callable[[], None]] = []
         self._collectives = 0
         self._draws: dict[
             int, tuple[object, int]
@@ -477,6 +478,10 @@ class Tape(TorchDispatchMode):
     def afterwards(self, restore: Callable[[], None]) -> None:
         """Have something put back when the recording ends."""
         self.restores.append(restore)
+
+    def at_end(self, check: Callable[[], None]) -> None:
+        """Have something looked at when the recorded call is over."""
+        self.checks.append(check)
 
     def opaque(
         self, name: str, call: Callable[..., Any], like: Callable[[], Tensor], *args: Any

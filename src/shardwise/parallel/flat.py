@@ -192,6 +192,12 @@ class Flat:
             source = source.to(self.dtypes.compute)
         self._handle = self.transport.all_gather_async(source, self.ranks, tag=self.tags[0])
 
+    @property
+    def is_current(self) -> bool:
+        """Whether what is gathered, or on its way, is what the pieces are now."""
+        begun = self.is_whole or self._handle is not None
+        return begun and self.version == sum([p.local._version for p in self.pieces])
+
     def finish_gather(self) -> None:
         """Wait until the parameters are whole."""
         if self.is_whole:

@@ -98,6 +98,11 @@ def _rest(spec: Spec, done: tuple[int, ...]) -> tuple[tuple[int, ...], str] | No
 
 
 _LEFT_ALONE = "_shardwise_ignored"
+SETTINGS = "module_settings"  # in a transport's state: what users have set on groups, for captured steps
+
+
+def _nothing(*args: Any) -> None:
+    """No hooks yet."""
 
 
 def leave_alone(p: Tensor) -> None:
@@ -119,6 +124,10 @@ class Group:
         flats: The parameters, one per dtype.
         reshard: Free the parameters after forward; None: unless the module is the outermost one.
         early: Reduce gradients as they appear; else at the end of backward (ZeRO-1).
+        divide: What summed gradients are divided by; None: the number of ranks.
+        ahead: The user had it gathered for the next forward.
+        inside: Methods of the module's that run gathered now; its ``forward`` within them is no new use.
+        around: What runs before and after the module's forward.
     """
 
     def __init__(
@@ -132,6 +141,11 @@ class Group:
     ) -> None:
         self.module, self.mesh, self.flats, self.transport = module, mesh, flats, transport
         self.reshard, self.early = reshard, early
+        self.requires_sync = self.requires_all_reduce = True
+        self.divide: float | None = None
+        self.ahead, self.inside = False, 0
+        self.around: tuple[Callable[..., Any], Callable[..., Any]] = (_nothing, _nothing)
+        self._number = transport.state["groups"] = transport.state.get("groups", 0) + 1
         self.schedule: Schedule | None = None
         self.within = set(module.modules())
         self.calls = 0  # of this step's forward that backward has not come to
@@ -145,6 +159,23 @@ class Group:
     def __deepcopy__(self, memo: Any) -> Group:
         """A copy would share hooks and memory with the original."""
         raise ShardError("a fully sharded module cannot be copied; copy it before fully_shard.")
+
+    # ---- settings -----------------------------------------------------------------------------------
+
+    def configure(self, **settings: Any) -> None:
+        """Change settings; captured steps see it."""
+        for name, value in settings.items():
+            setattr(self, name, value)
+        now = (self.requires_sync, self.requires_all_reduce, self.divide, self.reshard)
+        state = self.transport.state
+        rest = [entry for entry in state.get(SETTINGS, ()) if entry[0] != self._number]
+        state[SETTINGS] = tuple(sorted([*rest, (self._number, *now)], key=lambda e: e[0]))
+
+    @property
+    def syncs(self) -> bool:
+        """Whether backward reduces its gradients."""
+        hybrid = self.mesh.ndim == 2
+        return self.requires_sync and (self.requires_all_reduce or not hybrid) and syncing()
 
     # ---- parameters ---------------------------------------------------------------------------------
 
@@ -166,6 +197,12 @@ class Group:
         """Give the memory back."""
         for flat in self.flats:
             flat.free()
+
+    def free_unless_ahead(self) -> None:
+        """Free what an earlier forward has left, but not what was gathered for this one."""
+        kept, self.ahead = self.ahead and all(flat.is_current for flat in self.flats), False
+        if not kept:
+            self.free()
 
     @property
     def is_whole(self) -> bool:
@@ -223,7 +260,7 @@ class Group:
         frozen = any(not leaf.requires_grad for flat in self.flats for leaf in flat.leaves)
         if self.reshard and not frozen:
             self.free()  # first, then there is room for what is sent
-        if syncing() and self.early:
+        if self.syncs and self.early:
             schedule.send(self)
 
     def has_grads(self) -> bool:
@@ -318,10 +355,8 @@ class Schedule:
             self._set_aside(tape)
         if self._task is not None:  # a backward that raised
             self._reset()
-        for (
-            group
-        ) in self.groups:  # kept by a forward without a backward: the values may have changed
-            group.free()
+        for group in self.groups:
+            group.free_unless_ahead()
         self._seen = []
         self.key = None
         self._check_complete()
@@ -343,6 +378,8 @@ class Schedule:
 
     def _set_aside(self, tape: Recorder) -> None:
         """Record with new leaves: those that are there belong to real memory."""
+        self._check_sent(tape, "before")
+        tape.at_end(lambda: self._check_sent(tape, "after"))
         self._tape = tape
         for group in self.groups:
             kept = [flat.set_aside() for flat in group.flats]
@@ -366,6 +403,14 @@ class Schedule:
             self._reset()
 
         tape.afterwards(forget)
+
+    def _check_sent(self, tape: Recorder, when: str) -> None:
+        """Raise if gradients wait to be reduced: they are in leaves that a captured step does not share."""
+        if any(group.has_grads() for group in self.groups):
+            raise tape.refuse(
+                f"gradients of a fully sharded module that no backward has reduced are there {when} it.",
+                tries=["all micro batches, up to the one that reduces, in the captured step"],
+            )
 
     def _following(self, group: Group) -> Group | None:
         at = len(self._seen)
@@ -489,6 +534,8 @@ class Schedule:
 
     def scale(self, group: Group) -> float:
         """What gradients are multiplied with: they are means over ranks, or sums over parts of one batch."""
+        if group.divide is not None:
+            return 1 / group.divide
         return 1.0 if self.key is not None else 1 / len(group.mesh.ranks)
 
     def _land(self, group: Group, reduction: Reduction) -> None:
@@ -510,14 +557,13 @@ class Schedule:
             self._task = -1
             return
         with torch.no_grad():
-            if syncing():
-                for group in reversed(self.order):
-                    used = group.entered and not group.sent
-                    if used or group.has_grads():
-                        self.send(group)
-                while self._inflight:
-                    self._land(*self._inflight.pop(0))
-                self._settle_late()
+            for group in reversed(self.order):
+                used = group.entered and not group.sent
+                if group.syncs and (used or group.has_grads()):
+                    self.send(group)
+            while self._inflight:
+                self._land(*self._inflight.pop(0))
+            self._settle_late()
         self._reset()
 
     def _settle_late(self) -> None:

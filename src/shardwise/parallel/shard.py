@@ -18,6 +18,12 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Shard
 from shardwise.parallel.flat import Dtypes, Flat, Piece
+from shardwise.parallel.module import (
+    GROUP as _GROUP,
+    OffloadPolicy,
+    become_fsdp,
+    check_offload,
+)
 from shardwise.parallel.plan import become, check_not_reduced
 from shardwise.parallel.schedule import Group, Schedule, leave_alone
 from shardwise.program.spec import spec_of
@@ -43,20 +49,21 @@ class MixedPrecisionPolicy:
 
 
 _AS_IT_IS = MixedPrecisionPolicy()
-_GROUP = "_shardwise_group"
+_ON_DEVICE = OffloadPolicy()
 
 
 def fully_shard(
-    module: nn.Module,
+    module: Any,
     mesh: Any = None,
     *,
     zero: int = 3,
     reshard_after_forward: bool | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy = _AS_IT_IS,
-    ignored_params: Iterable[nn.Parameter] = (),
+    offload_policy: OffloadPolicy = _ON_DEVICE,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     src_data_rank: int | None = 0,
-) -> nn.Module:
+) -> Any:
     """Keep a module's parameters in pieces, in place; gather them for its forward and its backward.
 
     Call it on the blocks first, then on the model: each call makes one group of the parameters that no inner
@@ -70,28 +77,32 @@ def fully_shard(
 
     Args:
         module: The module. Tensor-parallel ones (`parallelize_module`, over another axis) are welcome; a dim
-            that both cut is cut by the tensor-parallel axis first, and the layout says so.
+            that both cut is cut by the tensor-parallel axis first, and the layout says so. Of a list, each gets
+            a group of its own.
         mesh: A mesh with one axis, ``mesh["dp"]``; or with two: replicate over the first, shard over the
             second (hybrid). None is that of ``with mesh:``.
         zero: 3: as described. 2: parameters stay whole from forward to the end of backward. 1: gradients
             stay whole until the end of backward, too.
         reshard_after_forward: Free the parameters after forward and gather them again for backward. Default:
-            all groups but the outermost, with ``zero=3``.
+            all groups but the outermost, with ``zero=3``. A number, which torch takes, counts as True.
         shard_placement_fn: Says for a parameter which dim to cut, ``Shard(1)``; None is dim 0, which costs
             the least: other dims are copied together piece by piece. Sizes need not divide.
         mp_policy: Dtypes.
+        offload_policy: For torch's sake: `CPUOffloadPolicy` is refused, unless the mesh is one of CPUs.
         ignored_params: Parameters to leave alone.
         src_data_rank: Position, along the axis, of the rank whose values count; None: each rank cuts its own.
 
     Returns:
-        The module, with ``no_sync`` (which is ``shardwise.no_sync``) as an attribute. Its parameters may be
-        on the meta device: they are cut there, and ``to_empty`` makes the pieces.
+        The module, or the list: the same objects, with the methods of `FSDPModule`, and with ``no_sync`` (which
+        is ``shardwise.no_sync``) as an attribute. Its parameters may be on the meta device: they are cut there,
+        and ``to_empty`` makes the pieces.
 
     Raises:
         LayoutError: A parameter has no (such) dim to cut, is cut over the axis already, or the module is in
             a group.
             Nothing has been changed then.
         MeshError: The mesh has not one axis, or two.
+        UnsupportedError: Parameters were to be offloaded from another device.
 
     Example:
         >>> for block in model.blocks:
@@ -107,29 +118,38 @@ def fully_shard(
         )
     if zero not in (1, 2, 3):
         raise LayoutError(f"there is ZeRO-1, -2 and -3, not zero={zero!r}.")
-    if _GROUP in vars(module):
-        raise LayoutError(f"fully_shard was called on this {type(module).__name__} already.")
-    transport = current()
-    left_alone = list(ignored_params)
+    check_offload(offload_policy, mesh)
+    modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
+    left_alone = list(ignored_params or ())
     ignored = {id(p) for p in left_alone}
-    named = _own_parameters(module, ignored)
-    dims = [_dim_of(name, p, shard_placement_fn) for name, p, _ in named]
-    for name, p, _ in named:
-        _check(name, p, mesh)
-    if mesh.coordinate_of(transport.rank) is None:
-        return module
-    pieces = [
-        _cut(module, n, p, owners, dim, mesh, transport, src_data_rank)
-        for (n, p, owners), dim in zip(named, dims)
-    ]
-    flats = _flats(pieces, mesh, transport, mp_policy)
-    reshard = reshard_after_forward if zero == 3 else False
+    found = []
+    for m in modules:
+        if _GROUP in vars(m):
+            raise LayoutError(f"fully_shard was called on this {type(m).__name__} already.")
+        named = _own_parameters(m, ignored)
+        ignored.update(id(p) for _, p, _ in named)  # of a list, the first that has it
+        dims = [_dim_of(name, p, shard_placement_fn) for name, p, _ in named]
+        for name, p, _ in named:
+            _check(name, p, mesh)
+        found.append((m, named, dims))
+    transport = current()
     for p in left_alone:
         leave_alone(p)
-    group = Group(module, mesh, flats, transport, reshard, early=zero > 1)
-    vars(module)[_GROUP] = group
-    vars(module)["no_sync"] = no_sync
-    _hook(group, mp_policy)
+    reshard = reshard_after_forward if zero == 3 else False
+    for m, named, dims in found:
+        become_fsdp(m)
+        vars(m)["no_sync"] = no_sync
+        if mesh.coordinate_of(transport.rank) is None:
+            continue
+        pieces = [
+            _cut(m, n, p, owners, dim, mesh, transport, src_data_rank)
+            for (n, p, owners), dim in zip(named, dims)
+        ]
+        flats = _flats(pieces, mesh, transport, mp_policy)
+        again = None if reshard is None else bool(reshard)
+        group = Group(m, mesh, flats, transport, again, early=zero > 1)
+        vars(m)[_GROUP] = group
+        _hook(group, mp_policy)
     return module
 
 
@@ -294,6 +314,8 @@ def _hook(group: Group, policy: MixedPrecisionPolicy) -> None:
     cast_in = policy.param_dtype if policy.cast_forward_inputs else None
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if group.inside:
+            return None
         schedule = group.schedule
         if schedule is None:
             schedule = _begin(group)
@@ -303,7 +325,7 @@ def _hook(group: Group, policy: MixedPrecisionPolicy) -> None:
         return _cast(args, cast_in), _cast(kwargs, cast_in)
 
     def after(module: nn.Module, args: Any, out: Any) -> Any:
-        if group.schedule is None:
+        if group.schedule is None or group.inside:
             return None
         cast = None
         if policy.output_dtype is not None and out is not None:
@@ -311,6 +333,7 @@ def _hook(group: Group, policy: MixedPrecisionPolicy) -> None:
         group.schedule.exit(group, out)
         return cast
 
+    group.around = before, after
     group.module.register_forward_pre_hook(before, with_kwargs=True)
     group.module.register_forward_hook(after, always_call=True)
 
