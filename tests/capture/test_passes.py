@@ -175,6 +175,21 @@ def test_views_of_what_has_travelled_together_are_not_the_same() -> None:
     simulate(both, world_size=2)
 
 
+def test_what_a_rank_does_not_need_for_a_move_it_may_need_without_it() -> None:
+    def both() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+        def fn(x: Any) -> Any:
+            return to(to(x, P), R) * 2  # one rank holds zeros of the sum
+
+        x = on(mesh, R, 4, 4)
+        step = capture(fn)
+        for _ in range(3):
+            assert torch.equal(step(x).full_tensor(), fn(x).full_tensor())
+
+    simulate(both, world_size=2)
+
+
 def test_bucket() -> None:
     def fn(p: Any, q: Any, s: Any, x: Any) -> Any:
         a, b, c = to(p, R), to(q, R), to(s, R)

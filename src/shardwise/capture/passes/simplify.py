@@ -275,6 +275,7 @@ def dead(step: Step) -> Step:
             live |= n.reads
             needed.update(n.inputs)
     kept.reverse()
-    used = {v for n in flatten(kept) for v in n.inputs} | set(step.outputs)
+    # what a move is given it may not need on this rank (zeros of a pending sum), but other passes name it
+    used = {v for n in (*kept, *flatten(kept)) for v in n.inputs} | set(step.outputs)
     inputs = tuple((v, s) for v, s in step.inputs if v in used)
     return replace(step, nodes=tuple(kept), inputs=inputs)
