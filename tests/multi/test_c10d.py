@@ -102,6 +102,7 @@ def check_reductions(t, rank):
                     close = op == "avg" and dtype.itemsize == 2
                     check = torch.testing.assert_close if close else same
                     check(t.all_reduce(x, ranks, op), want)
+                    check(t.all_reduce_owned(x.clone(), ranks, op), want)
                     check(t.reduce_scatter(y, ranks, op), chunks[place])
                     if op == "sum":
                         check(t.all_reduce_async(x, ranks, op).wait(), want)

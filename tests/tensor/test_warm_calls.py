@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shardwise import Replicate, distribute_tensor, init_device_mesh, simulate
+from shardwise.tensor import dtensor
 from shardwise.testing.sweep import sweep
 
 
@@ -38,6 +40,13 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "plain tensor": lambda t: t.index_select(0, torch.tensor([3, 1])),
     "python function": lambda t: F.layer_norm(t, (3,)),
     "traced": lambda t: F.pad(t, (1, 1)),
+    "many sizes": lambda t: t.view(5, 1, 3, 1) * 1,
+    "two tensors, an int by name": lambda t: torch.add(t, t, alpha=2),
+    "two tensors, a float by name": lambda t: torch.add(t, t, alpha=0.5),
+    "two tensors, plain names": lambda t: F.nll_loss(
+        t, torch.arange(5) % 3 + (t[:, 0] * 0).long()
+    ),
+    "a shape, tensors by name": lambda t: F.layer_norm(t, (3,), t[0], t[1]),
 }
 
 
@@ -45,3 +54,24 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 def test_warm_calls(f: Callable[[Any], Any]) -> None:
     x = torch.randn(5, 3, dtype=torch.float64)
     assert not sweep(lambda t: (f(t), f(t), f(t)), x, meshes=((2,), (2, 2)), extra=1)
+
+
+HITS = ("int", "many sizes", "two tensors, an int by name", "a shape, tensors by name")
+
+
+@pytest.mark.parametrize("f", [CALLS[name] for name in HITS], ids=HITS)
+def test_the_slow_path_is_asked_once(
+    f: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(func: Any, args: Any, kwargs: Any) -> Any:
+        raise LookupError(f"{func} is not known")
+
+    def on_rank() -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        t = distribute_tensor(torch.randn(5, 3), mesh, [Replicate()])
+        first = f(t)
+        with monkeypatch.context() as patch:
+            patch.setattr(dtensor, "_SLOW", [refuse, dtensor._SLOW[1]])
+            assert torch.equal(f(t).to_local(), first.to_local())
+
+    simulate(on_rank, 1)

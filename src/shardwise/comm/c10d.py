@@ -332,6 +332,33 @@ class C10dTransport(Transport):
                 )
         return super().all_reduce_owned_async(x, ranks, op, tag=tag)
 
+    # The two blocking forms are on the way of every small step: no handle is made for what is done at once.
+
+    def all_reduce(
+        self, x: Tensor, ranks: tuple[int, ...], op: str = "sum", *, tag: str = ""
+    ) -> Tensor:
+        """Combine everybody's ``x``; see `Transport.all_reduce`."""
+        group = self._at_once(x, ranks, op)
+        if group is None:
+            return super().all_reduce(x, ranks, op, tag=tag)
+        return _reduced(group, _plain(x).clone(), op)
+
+    def all_reduce_owned(
+        self, x: Tensor, ranks: tuple[int, ...], op: str = "sum", *, tag: str = ""
+    ) -> Tensor:
+        """Combine in place; see `Transport.all_reduce_owned`."""
+        group = self._at_once(x, ranks, op)
+        if group is None or not x.is_contiguous():
+            return super().all_reduce_owned(x, ranks, op, tag=tag)
+        return _reduced(group, x.detach() if x.requires_grad else x, op)
+
+    def _at_once(self, x: Tensor, ranks: tuple[int, ...], op: str) -> _Group | None:
+        """The group, where the backend has the reduction and nobody wants to know of it."""
+        if (op, x.dtype) not in _REDUCES or observers() or recorder() is not None:
+            return None
+        group = self._groups.get(ranks)
+        return None if group is None or group.size == 1 else group
+
     def _all_reduce(self, x: Tensor, ranks: tuple[int, ...], op: str, blocking: bool) -> Handle:
         group = self._groups.get(ranks) or self._group(ranks)
         if not group.reduces(op, x):
@@ -444,6 +471,16 @@ class C10dTransport(Transport):
 
     def _barrier(self, ranks: tuple[int, ...]) -> None:
         dist.barrier(group=self._group(ranks).pg)
+
+
+def _reduced(group: _Group, x: Tensor, op: str) -> Tensor:
+    """Reduce a contiguous tensor in place."""
+    work = group.pg.allreduce([x], _ALL_REDUCE[op, True])
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise CommError(f"all_reduce failed: {error}") from error
+    return x
 
 
 def _reorder(splits: list[int], order: Sequence[int]) -> Callable[[Tensor], Tensor]:

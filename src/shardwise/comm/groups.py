@@ -52,7 +52,7 @@ class Group:
         """The sum of a fresh tensor without history, which may be overwritten."""
         if len(self.ranks) == 1:
             return x
-        return self.transport.all_reduce_owned_async(x, self.ranks, "sum", tag=self.tag).wait()
+        return self.transport.all_reduce_owned(x, self.ranks, "sum", tag=self.tag)
 
     def gather(self, x: Tensor) -> Tensor:
         """What every rank has, stacked on a new first dim; without a gradient."""

@@ -144,6 +144,12 @@ class Transport(ABC):
             )
         return self._all_reduce_checked(x, ranks, op, tag, False)
 
+    def all_reduce_owned(
+        self, x: Tensor, ranks: tuple[int, ...], op: str = "sum", *, tag: str = ""
+    ) -> Tensor:
+        """Carry out an `all_reduce_owned_async`, for small tensors that are needed at once."""
+        return self.all_reduce_owned_async(x, ranks, op, tag=tag).wait()
+
     def all_to_all(
         self,
         x: Tensor,

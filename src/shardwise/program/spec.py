@@ -37,6 +37,7 @@ class Spec:
 
     __slots__ = (
         "_dual",
+        "_is_first",
         "coord",
         "device_type",
         "dtype",
@@ -67,6 +68,7 @@ class Spec:
         self.programs: tuple[dict[Any, Any], ...] = program_tables(transport)
         self.fast: dict[Any, Any] = self.programs[-1]
         self._dual: Spec | None = None
+        self._is_first: bool | None = None
         self.guards: Spec | None = None
         self.plain = self.stride is None and self.device_type == "cpu"
 
@@ -76,6 +78,16 @@ class Spec:
         if self._dual is None:
             self._dual = spec_of(self.layout.dual(), self.transport)
         return self._dual
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one of those that would add their gradients up that starts backward with one."""
+        if self._is_first is None:
+            pending = self.layout.dual().partial
+            self._is_first = self.coord is not None and not any(
+                i for i, op in zip(self.coord, pending) if op is not None
+            )
+        return self._is_first
 
     def __copy__(self) -> Spec:
         """Interned: a copy is itself."""

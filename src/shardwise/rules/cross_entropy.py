@@ -106,25 +106,25 @@ def _usual(
     except IndexError as error:
         loss, count, wrong = x.sum(), x.new_full((), math.nan), error
     total = group.total(count)
-    _raise_together(group, total, wrong)
+    if total.is_cpu and recorder() is None and not total.item() >= 0:
+        _raise_together(group, wrong)
     return loss.div_(total)
 
 
 _BAD = -(2**40)  # no count of targets, nor what many ranks' counts and a few of these add up to
 
 
-def _raise_together(group: Any, total: Tensor, wrong: IndexError | None) -> None:
-    """Raise on all ranks if a rank has a target that is no class.
+def _raise_together(group: Any, wrong: IndexError | None) -> None:
+    """Raise on all ranks, one of which has a target that is no class.
 
     It has put NaN, or a negative number, into the count or the weight that goes round anyway.
 
     Raises:
         IndexError: Of the first rank that has one; torch's words.
     """
-    if total.device.type == "cpu" and recorder() is None and not total.item() >= 0:
-        mine = str(wrong or "")
-        for text in filter(None, [mine] if group.size == 1 else group.objects(mine)):
-            raise IndexError(text)
+    mine = str(wrong or "")
+    for text in filter(None, [mine] if group.size == 1 else group.objects(mine)):
+        raise IndexError(text)
 
 
 class _Loss:
@@ -217,7 +217,8 @@ class _Loss:
                 wrong = error
                 count = torch.full_like(count, _BAD if weight is None else math.nan)
             total = rows.sum(count)
-            _raise_together(rows, total, wrong)
+            if total.is_cpu and recorder() is None and not total.item() >= 0:
+                _raise_together(rows, wrong)
             return total
 
     def counted(self, ctx: Any, target: Tensor, weight: Tensor | None) -> Tensor:

@@ -164,8 +164,8 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def wrap_grad(g: Tensor, spec: Spec) -> DTensor:
     """A gradient of a tensor with this spec, in the dual layout."""
     dual = spec.dual
-    if dual.stride is None and g.dtype is dual.dtype and g.is_contiguous():
-        return wrap(g, dual)
+    if dual.stride is None and g.dtype is dual.dtype:
+        return wrap(g if g.is_contiguous() else g.contiguous(), dual)
     return wrap_like(g, dual.layout, spec.transport)
 
 

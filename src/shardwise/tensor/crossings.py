@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import Dropped, Mover, fresh, mover
+from shardwise.comm.meshes import as_mesh
 from shardwise.comm.rounds import bounded
 from shardwise.comm.transport import Transport, current
 from shardwise.compat import direct_apply
@@ -22,10 +24,24 @@ from shardwise.layout.placement import Shard
 from shardwise.program.spec import Spec, spec_of
 from shardwise.tensor.casts import onto, refuse_kind, refuse_tangent
 from shardwise.tensor.checks import checksum
-from shardwise.tensor.dtensor import _CROSSINGS, DTensor, resolve, wrap
+from shardwise.tensor.dtensor import _CROSSINGS, DTensor, wrap
 from shardwise.tensor.explain import explained
 from shardwise.tensor.pending import start
 from shardwise.tensor.strides import alias
+
+
+def resolve(
+    device_mesh: Any, placements: Any, shape: Sequence[int], *, sized: bool = True
+) -> tuple[Mesh, Any, Any]:
+    """Mesh, axes per dim and pending reductions from what a user gave."""
+    mesh = as_mesh(device_mesh)
+    if isinstance(placements, DTensor):
+        raise LayoutError(
+            "placements must be placements, a spec or a layout, not a DTensor.",
+            tries=["x.placements", "x.layout"],
+        )
+    dims, partial = parse(mesh, placements, shape, sized=sized)
+    return mesh, dims, partial
 
 
 class _Enter(torch.autograd.Function):

@@ -6,7 +6,7 @@ itself: autograd runs on the locals, and ``requires_grad``, ``grad``, ... read f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 import torch.utils.hooks
 
 from shardwise.comm.execute import mover
-from shardwise.comm.meshes import as_mesh
 from shardwise.comm.transport import Transport
 from shardwise.compat import (
     DisableTorchFunction,
@@ -25,7 +24,7 @@ from shardwise.compat import (
     run_backward,
 )
 from shardwise.errors import LayoutError, ShardError
-from shardwise.layout.layout import Layout, parse
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.compile import move_args
 from shardwise.program.spec import Spec, spec_of
@@ -159,7 +158,37 @@ class DTensor(Protocol):
                         return _finish(
                             program, program.target(*move_args(program, a._local)), a
                         )
+            elif n > 3 and type(args[0]) is DTensor:  # sizes of a view, mostly
+                kinds = tuple(map(type, args))
+                if _NESTED.isdisjoint(kinds):
+                    a, rest = args[0], args[1:]
+                    spec = a._spec
+                    try:
+                        program = spec.fast.get((func, spec, kinds, rest))
+                    except TypeError:  # an argument that cannot be hashed
+                        program = None
+                    if program is not None and program.arg_movers is None:
+                        if program.rest is not None:
+                            rest = program.rest
+                        return _finish(program, program.target(a._local, *rest), a)
             kwargs = _NO_KWARGS
+        elif len(args) == 2 and type(args[0]) is DTensor:
+            a, b = args
+            kind = type(b)
+            if kind is DTensor:
+                values = tuple(kwargs.values())
+                kinds = tuple(map(type, values))
+                if _NESTED.isdisjoint(kinds):
+                    spec = a._spec
+                    key = (func, spec, b._spec, tuple(kwargs), kinds, values)
+                    try:
+                        program = spec.fast.get(key)
+                    except TypeError:  # an argument that cannot be hashed
+                        program = None
+                    if program is not None and program.arg_movers is None:
+                        return _finish(program, program.target(a._local, b._local, **kwargs), a)
+            elif kind is tuple and func not in OVERRIDES:  # layer_norm(x, shape, weight=...)
+                return _many_tensors(func, args, kwargs)
         elif len(args) == 1 and len(kwargs) == 1 and type(args[0]) is DTensor:
             a = args[0]
             ((name, b),) = kwargs.items()
@@ -571,18 +600,8 @@ def one_tensor_key(
     return func, args[0]._spec, kinds, args[1:], tuple(kwargs), more, values
 
 
-def _many_tensors(  # noqa: C901, PLR0912  hot path, too
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _many_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rest of the hot path: several tensors, lists, slices, numbers that are passed at run time."""
-    if kwargs and len(args) == 2:
-        a, b = args
-        if type(a) is type(b) is DTensor:
-            plain = plain_kwargs_key(func, kwargs)
-            if plain is not None:
-                program = a._spec.fast.get((func, a._spec, b._spec, *plain))
-                if program is not None and program.arg_movers is None:
-                    return _finish(program, program.target(a._local, b._local, **kwargs), a)
     key: list[Any] = [func]
     local_args: list[Any] = []
     first: Any = None
@@ -604,13 +623,7 @@ def _many_tensors(  # noqa: C901, PLR0912  hot path, too
                 key.append(a)
             local_args.append(a)
     if first is not None:
-        local_kwargs = kwargs
-        if kwargs:
-            plain = plain_kwargs_key(func, kwargs)
-            if plain is not None:
-                key += plain
-            else:
-                local_kwargs = flatten_kwargs(func, kwargs, key)
+        local_kwargs = flatten_kwargs(func, kwargs, key) if kwargs else kwargs
         try:
             program = first._spec.fast.get(tuple(key))
         except TypeError:  # an argument that cannot be hashed
@@ -625,28 +638,22 @@ def _many_tensors(  # noqa: C901, PLR0912  hot path, too
     return _SLOW[0](func, args, kwargs)
 
 
-def plain_kwargs_key(func: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The key of flat plain keyword arguments; None if there are others, or numbers passed at run time."""
-    values = tuple(kwargs.values())
-    kinds = tuple(map(type, values))
-    if DTensor in kinds or not _NESTED.isdisjoint(kinds) or (float in kinds and func in LIFTED):
-        return None
-    return tuple(kwargs), kinds, values
-
-
 def flatten_kwargs(func: Any, kwargs: dict[str, Any], key: list[Any]) -> dict[str, Any]:
     """Add keyword arguments to the key; returns them with local tensors."""
     kinds = tuple(map(type, kwargs.values()))
-    if float in kinds and func in LIFTED:
-        key += [
-            a._spec if type(a) is DTensor else None if type(a) is float else a
-            for a in kwargs.values()
-        ]
-    else:
-        key += [a._spec if type(a) is DTensor else a for a in kwargs.values()]
-    key.append(tuple(kwargs))
-    key.append(kinds)
-    return {name: a._local if type(a) is DTensor else a for name, a in kwargs.items()}
+    lifted = float in kinds and func in LIFTED
+    if DTensor not in kinds and not lifted and _NESTED.isdisjoint(kinds):
+        key += (tuple(kwargs), kinds, tuple(kwargs.values()))
+        return kwargs
+    local_kwargs = kwargs.copy()
+    for name, a in kwargs.items():
+        if type(a) is DTensor:
+            key.append(a._spec)
+            local_kwargs[name] = a._local
+        else:
+            key.append(None if lifted and type(a) is float else a)
+    key += (tuple(kwargs), kinds)
+    return local_kwargs
 
 
 def flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any) -> Any:
@@ -675,10 +682,10 @@ def _finish(program: Any, out: Any, a: DTensor) -> Any:
     if out.dtype is not spec.dtype:  # autocast
         return wrap_like(out, spec.layout, spec.transport)
     if spec.plain:
-        r = make_wrapper(DTensor, spec.shape, dtype=spec.dtype)
+        r = make_wrapper(DTensor, spec.shape, None, None, None, spec.dtype)
     else:
         r = make_wrapper(
-            DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=out.device
+            DTensor, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, out.device
         )
     if program.dense and not out.is_contiguous():
         out = out.contiguous()
@@ -689,7 +696,7 @@ def _finish(program: Any, out: Any, a: DTensor) -> Any:
 def wrap(local: Tensor, spec: Spec) -> DTensor:
     """A DTensor of a local piece."""
     r = make_wrapper(
-        DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=local.device
+        DTensor, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, local.device
     )
     r._local, r._spec = local, spec
     return r
@@ -730,20 +737,6 @@ def _leaf_grad(leaf: Leaf) -> Any:
         leaf.shown = wrap_like(leaf.pending, dual, transport)
         leaf.pending, leaf.grad = leaf.shown._local, None
     return leaf.shown
-
-
-def resolve(
-    device_mesh: Any, placements: Any, shape: Sequence[int], *, sized: bool = True
-) -> tuple[Mesh, Any, Any]:
-    """Mesh, axes per dim and pending reductions from what a user gave."""
-    mesh = as_mesh(device_mesh)
-    if isinstance(placements, DTensor):
-        raise LayoutError(
-            "placements must be placements, a spec or a layout, not a DTensor.",
-            tries=["x.placements", "x.layout"],
-        )
-    dims, partial = parse(mesh, placements, shape, sized=sized)
-    return mesh, dims, partial
 
 
 add_foreach_type(DTensor)

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.execute import mover
-from shardwise.compat import current_graph_task, flatten_dense, queue_callback, unflatten_dense
+from shardwise.compat import (
+    current_graph_task,
+    flatten_dense,
+    queue_callback,
+    set_grad_enabled,
+    unflatten_dense,
+)
 from shardwise.layout.layout import Layout
 from shardwise.program.spec import Spec
 from shardwise.recording import recorder
@@ -222,10 +228,15 @@ def _finish(waiting: dict[int, list[Leaf]], task: int) -> None:
         else:
             found.append(leaf)
     if buckets:
-        with torch.no_grad():
-            started = [_start(part) for group in buckets.values() for part in _cut(group)]
-            for part, grads, handle in started:
-                _land(part, grads, handle.wait())
+        before = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            parts = [part for group in buckets.values() for part in _cut(group)]
+            started = [_start(part, len(parts) == 1) for part in parts]
+            for part, grads, reduced in started:
+                _land(part, grads, reduced if len(parts) == 1 else reduced.wait())
+        finally:
+            set_grad_enabled(before)
     for leaf in leaves:
         leaf.shown = None
         if leaf.hooks:
@@ -260,23 +271,26 @@ def _cut(group: list[Leaf]) -> list[list[Leaf]]:
     return parts
 
 
-def _start(part: list[Leaf]) -> tuple[list[Leaf], list[Tensor], Any]:
-    """Begin to reduce the gradients of some leaves with the same bucket."""
-    assert part[0].bucket is not None, "only such leaves are reduced together"
-    ranks, tag = part[0].bucket.ranks, part[0].bucket.tag
+def _start(part: list[Leaf], only: bool) -> tuple[list[Leaf], list[Tensor], Any]:
+    """Begin to reduce the gradients of some leaves with the same bucket.
+
+    Args:
+        part: The leaves.
+        only: Nothing else is to be sent meanwhile, so it is done at once.
+
+    Returns:
+        The leaves, their gradients, and a handle for the reduced ones: or the reduced ones, where they are the only.
+    """
+    bucket, transport = part[0].bucket, part[0].spec.transport
+    assert bucket is not None, "only such leaves are reduced together"
     grads = [leaf.pending for leaf in part if leaf.pending is not None]
     if len(grads) == 1:  # the engine may still hold it: the transport must not write to it
-        return (
-            part,
-            grads,
-            part[0].spec.transport.all_reduce_async(grads[0], ranks, "sum", tag=tag),
-        )
-    buffer = flatten_dense(grads)
-    return (
-        part,
-        grads,
-        part[0].spec.transport.all_reduce_owned_async(buffer, ranks, "sum", tag=tag),
-    )
+        buffer = grads[0]
+        reduce = transport.all_reduce if only else transport.all_reduce_async
+    else:
+        buffer = flatten_dense(grads)
+        reduce = transport.all_reduce_owned if only else transport.all_reduce_owned_async
+    return part, grads, reduce(buffer, bucket.ranks, "sum", tag=bucket.tag)
 
 
 def _land(part: list[Leaf], grads: list[Tensor], reduced: Tensor) -> None:
@@ -294,8 +308,4 @@ def _land(part: list[Leaf], grads: list[Tensor], reduced: Tensor) -> None:
 
 def seed(spec: Spec, local: Tensor) -> Tensor:
     """The implicit gradient of a scalar, in its dual layout: one, on one rank where that is a sum."""
-    partial = spec.layout.dual().partial
-    first = spec.coord is not None and not any(
-        i for i, op in zip(spec.coord, partial) if op is not None
-    )
-    return torch.ones_like(local) if first else torch.zeros_like(local)
+    return torch.ones_like(local) if spec.is_first else torch.zeros_like(local)

@@ -13,7 +13,6 @@ from shardwise.tensor.dtensor import (
     flatten_kwargs,
     flatten_list,
     one_tensor_key,
-    plain_kwargs_key,
 )
 from shardwise.tensor.plainkeys import NO_KEY, index_key, plain_key
 
@@ -73,13 +72,9 @@ def fast_key(  # noqa: C901, PLR0912  one branch for each that the hot path has
         else:
             key += (float,) if lifts and type(a) is float else (type(a), a)
     if kwargs:
-        plain = plain_kwargs_key(func, kwargs)
-        if plain is not None:
-            if any(isinstance(x, Tensor) for x in plain[2]):
-                return None
-            key += plain
-        else:
-            flatten_kwargs(func, kwargs, key)
+        if any(isinstance(x, Tensor) and type(x) is not DTensor for x in kwargs.values()):
+            return None
+        flatten_kwargs(func, kwargs, key)
     if any(
         isinstance(k, Tensor) for k in key
     ):  # plain tensors are told apart on the slow path only

@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise.errors import LayoutError
 from shardwise.layout.layout import parse
 from shardwise.layout.mesh import Mesh
-from shardwise.tensor.crossings import from_local
-from shardwise.tensor.dtensor import DTensor, resolve, wrap
+from shardwise.tensor.crossings import from_local, resolve
+from shardwise.tensor.dtensor import DTensor, wrap
 
 
 def local_map(

@@ -16,8 +16,8 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.program.spec import Spec
 from shardwise.route.ledger import Ledger, ledger
-from shardwise.tensor.crossings import dense, lifted, planned
-from shardwise.tensor.dtensor import DTensor, resolve, wrap
+from shardwise.tensor.crossings import dense, lifted, planned, resolve
+from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.strides import alias
 
 
