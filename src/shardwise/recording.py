@@ -47,6 +47,9 @@ class Recorder(Protocol):
     def block(self, name: str, x: Any, call: Callable[[Any], Any]) -> Any:
         """Note ``call(x)`` as one thing, as a move is: what it sends may travel with others."""
 
+    def fact(self, text: str) -> None:
+        """Note what all ranks must have alike, and nothing else shows."""
+
     def afterwards(self, restore: Callable[[], None]) -> None:
         """Have something put back when the recording ends, however it ends."""
 

@@ -29,7 +29,7 @@ def lines_of(step: Step) -> list[str]:
             lines.append(f"{slot.role} {slot.name}: {value.fake.dtype}")
     for n in step.nodes:
         lines += _node_lines(n)
-    return lines
+    return lines + (step.tape.facts if step.tape is not None else [])
 
 
 def _node_lines(n: Node) -> Iterator[str]:
@@ -65,6 +65,19 @@ def group_of(step: Step) -> tuple[int, ...]:
     return best
 
 
+def groups_of(step: Step, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """The groups that must agree about a step, one after the other: the ranks given, and others it talks to.
+
+    A mesh for tensors and another for data are known to a rank as two groups. If each in turn hands on what the one
+    before has found, all ranks of both know it.
+    """
+    groups = [tuple(ranks) or group_of(step)]
+    for n in flatten(step.nodes):
+        if n.kind == "start" and not any(set(n.info["ranks"]) <= set(g) for g in groups):
+            groups.append(tuple(n.info["ranks"]))
+    return groups
+
+
 def order_of(step: Step) -> str:
     """The collectives of a step in the order of their starts, told apart by what they carry: one for all ranks.
 
@@ -77,15 +90,17 @@ def order_of(step: Step) -> str:
     )
 
 
-def alike(transport: Transport, ranks: Sequence[int], text: str) -> bool:
+def alike(transport: Transport, groups: Iterable[Sequence[int]], text: str) -> bool:
     """Whether all ranks have the same text; they all get the same answer."""
-    group = tuple(ranks)
-    if len(group) < 2 or transport.rank not in group:
-        return True
     digest = blake2b(text.encode(), digest_size=16).hexdigest()
-    with record_with(None):
-        everyone = transport.all_gather_object(digest, group, tag="capture")
-    return all(d == digest for d in everyone)
+    same = True
+    for group in map(tuple, groups):
+        if len(group) < 2 or transport.rank not in group:
+            continue
+        with record_with(None):
+            everyone = transport.all_gather_object((digest, same), group, tag="capture")
+        same = all(x == (digest, True) for x in everyone)
+    return same
 
 
 Facts = list[tuple[int, int, int]]  # of each collective: see ``order.facts_of``
@@ -98,7 +113,7 @@ def digest_of(lines: list[str]) -> str:
 
 def agree(
     transport: Transport,
-    ranks: Sequence[int],
+    groups: Iterable[Sequence[int]],
     lines: list[str],
     error: str | None,
     facts: Facts | None = None,
@@ -107,7 +122,8 @@ def agree(
 
     Args:
         transport: This rank's transport.
-        ranks: Who takes part; this rank alone: nothing is compared.
+        groups: Who takes part; this rank alone: nothing is compared. The ranks of the first group must have the same
+            lines; those of others hear of errors, and of facts where they have as many.
         lines: This rank's lines.
         error: Why this rank could not record, or None.
         facts: What this rank has found of its collectives.
@@ -118,29 +134,42 @@ def agree(
     Raises:
         CaptureError: Some rank could not record, or recorded another step: the first difference is named.
     """
-    group, facts = tuple(ranks), facts or []
-    if len(group) < 2 or transport.rank not in group:
-        return facts
-    digest = digest_of(lines)
-    with record_with(None):
-        everyone = transport.all_gather_object((digest, error, facts), group, tag="capture")
+    facts, failure, digest = facts or [], None, digest_of(lines)
+    for i, group in enumerate(map(tuple, groups)):
+        if len(group) < 2 or transport.rank not in group:
+            continue
+        with record_with(None):
+            everyone = transport.all_gather_object((digest, error, facts), group, tag="capture")
         failed = [(r, e) for r, (_, e, _) in zip(group, everyone) if e is not None]
         if failed:
-            if error is not None:
-                return facts  # it raises its own
-            rank, text = failed[0]
-            raise CaptureError(f"rank {rank} could not capture the step: {text}")
-        if all(d == digest for d, _, _ in everyone):
-            return [
+            if (
+                error is None
+            ):  # else it raises its own; the ranks of the next group must hear of it, too
+                error = f"rank {failed[0][0]} could not capture the step: {failed[0][1]}"
+                failure = CaptureError(error)
+        elif i == 0 and any(d != digest for d, _, _ in everyone):
+            failure = _difference(transport, group, lines, [d for d, _, _ in everyone])
+            error = str(failure)
+        elif len({len(f) for _, _, f in everyone}) == 1:
+            facts = [
                 (
                     max(s for s, _, _ in each),
                     max(h for _, h, _ in each),
                     max(n for _, _, n in each),
                 )
-                for each in zip(*(f for _, _, f in everyone), strict=True)
+                for each in zip(*(f for _, _, f in everyone))
             ]
+    if failure is not None:
+        raise failure
+    return facts
+
+
+def _difference(
+    transport: Transport, group: tuple[int, ...], lines: list[str], digests: list[str]
+) -> CaptureError:
+    with record_with(None):
         texts = transport.all_gather_object(lines, group, tag="capture")
-    other = next(i for i, (d, _, _) in enumerate(everyone) if d != everyone[0][0])
+    other = next(i for i, d in enumerate(digests) if d != digests[0])
     first, second = texts[0], texts[other]
     at = next(
         (i for i, (a, b) in enumerate(zip(first, second)) if a != b),
@@ -150,7 +179,7 @@ def agree(
     def line(text: list[str]) -> str:
         return text[at] if at < len(text) else "nothing more"
 
-    raise CaptureError(
+    return CaptureError(
         f"the ranks captured different steps. The first difference: rank {group[0]} has "
         f"`{line(first)}`, rank {group[other]} has `{line(second)}`.",
         tries=[

@@ -188,10 +188,18 @@ def executor(step: Step) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     body = space["run"]
     written = {id(v) for v in step.written_inputs}
     places = [i for i, (v, _) in enumerate(step.inputs) if id(v) in written]
+    roots = {v.root for v, _ in step.inputs if v.kind == "tensor"}
+    shown = [i for i, v in enumerate(step.outputs) if v.kind == "tensor" and v.root in roots]
 
     def run(inputs: Sequence[Any]) -> tuple[Any, ...]:
-        with torch.no_grad(), below_autograd():
-            outs = body(inputs)
+        with torch.no_grad():
+            with below_autograd():
+                outs = body(inputs)
+            if shown:  # a view of a parameter would require grad, and refuse to be read later
+                out = list(outs)
+                for i in shown:
+                    out[i] = out[i].detach()
+                outs = tuple(out)
         touched: list[Tensor] = [inputs[i] for i in places]
         if touched:
             torch.autograd.graph.increment_version(touched)

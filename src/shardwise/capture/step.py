@@ -20,7 +20,7 @@ from shardwise.capture.check import (
     agree,
     alike,
     digest_of,
-    group_of,
+    groups_of,
     lines_of,
     order_of,
     ranks_of,
@@ -198,15 +198,18 @@ class Captured:
             recording = self._record(own, state, args, kwargs)
         except NewStateError:
             agree(
-                transport, ranks, ["an optimizer makes new state: the call runs eagerly"], None
+                transport,
+                [ranks],
+                ["an optimizer makes new state: the call runs eagerly"],
+                None,
             )
             own.eager += 1
             return None
         except Exception as error:
             if not own.agreed:  # later this rank may be the only one that records
-                agree(transport, ranks, [], f"{type(error).__name__}: {error}")
+                agree(transport, [ranks], [], f"{type(error).__name__}: {error}")
             raise
-        found = self._ready(own, recording, state, memory, ranks or group_of(recording.step))
+        found = self._ready(own, recording, state, memory, groups_of(recording.step, ranks))
         own.captures += 1
         if own.ignore(recording):
             state = own.states[where] = State.of(self.fn, args, kwargs, own.ignored)
@@ -215,7 +218,7 @@ class Captured:
         return found
 
     def _ready(
-        self, own: _OfRank, recording: Recording, state: State, memory: Any, ranks: Any
+        self, own: _OfRank, recording: Recording, state: State, memory: Any, groups: Any
     ) -> CapturedStep:
         """The recorded step with its passes done, in an order of collectives that all ranks have.
 
@@ -226,13 +229,13 @@ class Captured:
         digest = digest_of(lines)
         known = own.agreed.get(digest)
         if known is None:
-            facts = agree(transport, ranks, lines, None, facts_of(recording.step, is_heavy))
+            facts = agree(transport, groups, lines, None, facts_of(recording.step, is_heavy))
         else:
             facts = known[0]
         settle(recording.step, facts)
         first = known is None
         if known is None:
-            found, order = self._agreed(recording, state, memory, ranks)
+            found, order = self._agreed(recording, state, memory, groups)
             own.agreed[digest] = facts, found.passes, order
         else:
             found = CapturedStep(recording, known[1], state, memory)
@@ -249,21 +252,21 @@ class Captured:
             found.prepare(self.compiler)
         except Exception as error:
             if first and self.compiler is not None:
-                agree(transport, ranks, [], f"{type(error).__name__}: {error}")
+                agree(transport, groups, [], f"{type(error).__name__}: {error}")
             raise
         if first and self.compiler is not None:  # lest one waits for a rank that cannot compile
-            agree(transport, ranks, [], None)
+            agree(transport, groups, [], None)
         return found
 
     def _agreed(
-        self, recording: Recording, state: State, memory: Any, ranks: Any
+        self, recording: Recording, state: State, memory: Any, groups: Any
     ) -> tuple[CapturedStep, str]:
         """The step after passes that leave all ranks one order of collectives, and that order; as recorded if need be."""
         without = tuple(p for p in self.passes if p is not late_mean)
         for passes in dict.fromkeys((self.passes, without)):
             found = CapturedStep(recording, passes, state, memory)
             order = order_of(found.step)
-            if alike(current(), ranks, order):
+            if alike(current(), groups, order):
                 return found, order
             emit(FallbackEvent(f"capture of {self.__name__}", _DISAGREE, user_site()))
         return CapturedStep(recording, (), state, memory), ""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.capture.ir import OUTSIDE, RNG, Node, Slot, Value, placed
+from shardwise.capture.kernels import as_run
 from shardwise.capture.number import HINT, number
 from shardwise.comm.transport import Handle, Ready
 from shardwise.compat import (
@@ -102,6 +103,7 @@ class Tape(TorchDispatchMode):
         self._firsts: dict[int, Value] = {}  # by memory: the first value that lies there
         self._next = 0
         self.constants: dict[int, Tensor] = {}
+        self.facts: list[str] = []  # what all ranks must have alike, and nothing else shows
         self.restores: list[Callable[[], None]] = []
         self.checks: list[Callable[[], None]] = []
         self._collectives = 0
@@ -302,11 +304,12 @@ class Tape(TorchDispatchMode):
         named = _mapped(self._fake_argument, _STAND_INS, kwargs)
         try:
             with self.fake_mode:
-                return func(*fakes, **named), fakes, named
+                result = func(*fakes, **named)
         except untraceable() as error:
             raise self._refuse_number(
                 f"the shape or value of what {func} gives depends on data"
             ) from error
+        return as_run(func, fakes, named, result, self.fake_mode), fakes, named
 
     def _fake_argument(self, x: Any) -> Any:
         return self.fake_of(x) if isinstance(x, Tensor) else HINT
@@ -474,6 +477,10 @@ class Tape(TorchDispatchMode):
         node.body = tuple(body)
         node.writes |= {r for n in body for r in n.writes}
         return y
+
+    def fact(self, text: str) -> None:
+        """Note what all ranks must have alike."""
+        self.facts.append(text)
 
     def afterwards(self, restore: Callable[[], None]) -> None:
         """Have something put back when the recording ends."""

@@ -278,8 +278,16 @@ class Flat:
     # ---- gradients ----------------------------------------------------------------------------------
 
     def start_reduce(self, scale: float) -> Reduction:
-        """Begin to sum the gradients of the leaves, scaled; they are dropped one by one."""
+        """Begin to sum the gradients of the leaves, scaled; they are dropped one by one.
+
+        In a step that is recorded only those that are there are sent; which these are, all ranks must have alike.
+        """
         taken = [(p, leaf) for p, leaf in zip(self.pieces, self.leaves) if leaf.requires_grad]
+        if (tape := recorder()) is not None:
+            for p, leaf in taken:
+                if leaf.grad is None:
+                    tape.fact(f'"{p.name}" has no gradient')
+            taken = [(p, leaf) for p, leaf in taken if leaf.grad is not None]
         total = sum(p.length for p, _ in taken)
         rows = torch.empty(
             (self.n, total + len(taken)), dtype=self.dtypes.reduce, device=self.full.device

@@ -33,6 +33,7 @@ from shardwise.layout.mesh import Mesh, join
 from shardwise.program.compile import Program, compile_rule, fill, flat_results, slot
 from shardwise.program.modes import mode, strict_mode
 from shardwise.program.spec import OpenSpec, Spec, program_tables, spec_of
+from shardwise.recording import recorder
 from shardwise.rules.notation import Arg
 from shardwise.rules.registry import lookup
 from shardwise.tensor.absent import Absent
@@ -402,6 +403,8 @@ def _check_plain(
                 "DTensor.from_local(x, mesh, placements) if every rank has its own piece",
             ],
         )
+    if recorder() is not None:  # there are no values; the eager call before has compared them
+        return
     if mesh.coordinate_of(transport.rank) is not None:
         check_equal_on_all_ranks(
             [(f"{name}: tensor argument {i}", t) for i, t in plain], mesh, transport

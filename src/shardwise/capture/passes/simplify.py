@@ -270,6 +270,7 @@ def dead(step: Step) -> Step:
             or fresh & live
             or any(v in needed for v in n.outs)
             or n.kind == "effect"
+            or (n.kind == "start" and n.info["kind"] == "broadcast")  # others wait for it
         ):
             kept.append(n)
             live |= n.reads
