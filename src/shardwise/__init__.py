@@ -3,6 +3,9 @@
 One tensor, many devices, written as if there were one. Names follow ``torch.distributed.tensor``.
 """
 
+from importlib import import_module
+from typing import Any
+
 from shardwise import checkpoint
 from shardwise.capture.annotate import mark_sharding
 from shardwise.capture.propagate import propagate
@@ -35,6 +38,16 @@ from shardwise.tensor.factories import (
 from shardwise.tensor.gradients import no_sync
 from shardwise.tensor.local_map import local_map
 from shardwise.tensor.many import explain_redistribute, redistribute_many, redistribute_state
+
+_DOORS = ("debug", "device_mesh", "experimental", "parallel", "placement_types", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a room when it is first asked for: ``shardwise.parallel.fully_shard``."""
+    if name in _DOORS:
+        return import_module(f"shardwise.{name}")
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
 
 __all__ = [
     "CommLog",

@@ -67,3 +67,8 @@ def test_what_is_none_is_refused():
         Partial("mean")
     with pytest.raises(LayoutError, match="not a placement: 3"):
         as_placement(3)
+
+
+def test_a_dim_is_a_number():
+    with pytest.raises(LayoutError, match="number of a dim, not '0'"):
+        Shard("0")  # pyright: ignore

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+import torch.distributed.tensor.parallel as torch_parallel
 
 import shardwise
 from shardwise import DTensor, Shard
@@ -174,3 +175,23 @@ def test_a_parameter_that_somebody_watches():
         assert kept() is not None
 
     run(fn)
+
+
+@pytest.mark.parametrize(
+    ("style", "says"),
+    [
+        (shardwise.parallel.ColwiseParallel, r"try +- ColwiseParallel\(\)"),
+        (torch_parallel.ColwiseParallel(), "from shardwise.parallel import ColwiseParallel"),
+        (Shard(0), r"ColwiseParallel\(\), RowwiseParallel\(\)"),
+    ],
+    ids=["the class", "torch's", "a placement"],
+)
+def test_what_is_no_style_names_one(style, says):
+    def rank(_):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        with pytest.raises(LayoutError, match=f"(?s)is no style.*{says}"):
+            shardwise.parallel.parallelize_module(
+                nn.Sequential(nn.Linear(2, 2)), mesh, {"0": style}
+            )
+
+    shardwise.simulate(rank, 2)

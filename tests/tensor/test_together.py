@@ -199,3 +199,14 @@ def test_what_waits():
         assert not lazy.requires_grad
 
     simulate(on_rank, 2)
+
+
+def test_a_state_that_does_not_fit_names_the_tensor():
+    def rank(_):
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0), Shard(1)])
+        line = DeviceMesh("cpu", [0, 1, 2, 3])
+        with pytest.raises(LayoutError, match=r'"deep.b": 2 placements'):
+            redistribute_state({"a": x, "deep": {"b": x}}, {"a": [Shard(0)]}, line)
+
+    simulate(rank, 4)

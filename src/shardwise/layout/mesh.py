@@ -288,7 +288,11 @@ class Mesh:
     def _one_axis(self, axis: int | str | None, what: str) -> int:
         if axis is None:
             if self.ndim != 1:
-                raise MeshError(f"{what} on a mesh with {self.ndim} axes needs mesh_dim")
+                names = self.names or range(self.ndim)
+                raise MeshError(
+                    f"{what} on a mesh with {self.ndim} axes needs mesh_dim",
+                    tries=[f"mesh.{what}({axis!r})" for axis in names],
+                )
             return 0
         return self.axis(axis)
 

@@ -44,7 +44,7 @@ class Shard(Placement):
         owner: The coordinate on the axis of the one rank that holds all of it.
 
     Raises:
-        LayoutError: More than one of ``sizes``, ``unit`` and ``owner``, a negative size, a unit below one.
+        LayoutError: ``dim`` is no number, more than one of ``sizes``, ``unit`` and ``owner``, a negative size, a unit below one.
 
     Example:
         >>> Shard(0, sizes=(6, 2)), Shard(1, unit=64), Shard(0, owner=3)
@@ -58,6 +58,8 @@ class Shard(Placement):
     owner: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not hasattr(self.dim, "__index__"):
+            raise LayoutError(f"Shard takes the number of a dim, not {self.dim!r}.")
         if self.sizes is None and self.unit is None and self.owner is None:
             return
         if sum(x is not None for x in (self.sizes, self.unit, self.owner)) > 1:

@@ -35,7 +35,8 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 def check_offload(policy: OffloadPolicy, mesh: Mesh) -> None:
     """Raise for a policy that is not carried out here."""
-    if isinstance(policy, CPUOffloadPolicy) and mesh.device_type != "cpu":
+    offloads = hasattr(policy, "pin_memory")  # ours or torch's
+    if offloads and mesh.device_type != "cpu":
         raise UnsupportedError(
             f"CPUOffloadPolicy: parameters are kept where they are computed with, on {mesh.device_type}.",
             tries=[

@@ -110,7 +110,9 @@ def _match(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[_Match]
     matches: list[_Match] = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
-            raise LayoutError(f'the plan for "{pattern}" is no style: {style!r}.')
+            raise LayoutError(
+                f'the plan for "{pattern}" is no style: {style!r}.', tries=_meant(style)
+            )
         parts = pattern.split(".")
         found = [name for name in names if _fits(name.split("."), parts)]
         if not found:
@@ -123,6 +125,15 @@ def _match(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[_Match]
             )
         matches += [_Match(name, names[name], style) for name in found]
     return matches
+
+
+def _meant(style: Any) -> list[str]:
+    """What was meant by something that is no style: the class, or torch's."""
+    if isinstance(style, type) and issubclass(style, ParallelStyle):
+        return [f"{style.__name__}()"]
+    if type(style).__module__.startswith("torch."):
+        return [f"from shardwise.parallel import {type(style).__name__}"]
+    return ["ColwiseParallel(), RowwiseParallel(), SequenceParallel(), PrepareModuleInput(...)"]
 
 
 def _fits(name: list[str], pattern: list[str]) -> bool:

@@ -208,7 +208,11 @@ def from_local(
     if local.shape != spec.local_shape:
         raise LayoutError(
             f"a local of shape {tuple(local.shape)} is no piece of {layout}: "
-            f"the piece of rank {transport.rank} has shape {tuple(spec.local_shape)}."
+            f"the piece of rank {transport.rank} has shape {tuple(spec.local_shape)}.",
+            tries=[
+                "neither shape nor run_check=False: the ranks tell each other what they hold",
+                "Shard(dim, sizes=(...)): what each rank holds",
+            ],
         )
     given, local = local, _in_memory_order(local, layout)
     if "avg" in partial:

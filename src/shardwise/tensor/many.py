@@ -130,6 +130,7 @@ def redistribute_state(
     names = list(flat)
     for i, to in enumerate(targets):
         mesh = to.mesh if device_mesh is None and isinstance(to, Layout) else device_mesh
+        _check_fits(names[i], flat[names[i]], to, mesh)
         by_mesh.setdefault(mesh, []).append(i)
     for mesh, places in by_mesh.items():
         got = redistribute_many(
@@ -183,6 +184,15 @@ def explain_redistribute(
         mesh, dims, partial = lifted(mesh, layout.mesh, dims, partial)
     to = Layout(mesh, dims, partial, layout.shape, layout.stride, layout.dtype)
     return ledger(layout, to, profile_of(layout.mesh, current()), max_extra_bytes)
+
+
+def _check_fits(name: str, x: DTensor, to: Any, mesh: Any) -> None:
+    """Raise, with the name, if a layout does not fit."""
+    try:
+        resolve(x.device_mesh if mesh is None else mesh, _listed(to), x.shape)
+    except LayoutError as error:
+        error.args = (f'"{name}": {error.args[0]}',)
+        raise
 
 
 def _listed(to: Any) -> Any:
