@@ -519,6 +519,14 @@ LayoutError: a gradient of shape (2, 6) for a tensor of shape (4, 6).
   in     Tensor.grad = value(self: f32[4, 6] {dp: S(0), tp: S(1)}, value: f32[2, 6] {dp: S(0), tp: S(1)})
   at     train.py:31""",
     )
+    assert_expected_inline(
+        told(assign(lambda: data().double())),
+        """\
+LayoutError: a gradient of torch.float64 for a tensor that takes torch.float32.
+  in     Tensor.grad = value(self: f32[4, 6] {dp: S(0), tp: S(1)}, value: f64[4, 6] {dp: S(0), tp: S(1)})
+  at     train.py:31
+  try    - x.grad = g.to(x.dtype)""",
+    )
 
 
 def test_an_in_place_call_on_a_leaf() -> None:

@@ -287,3 +287,26 @@ def test_aten_forms() -> None:
         )
 
     assert not sweep(twice(forms), X, IDS, meshes=SMALL, extra=1)
+
+
+def test_take_along_dim_wraps_around() -> None:
+    """Alone among the lookups: positions count modulo the size of the dim."""
+
+    def wrapped(x: torch.Tensor) -> Any:
+        some = [
+            torch.tensor([[[i]]]) for i in (-1, 7, -12, 104)
+        ]  # few: looked up where they are
+        return [x.take_along_dim(i, 0) for i in some], x.take_along_dim(
+            some[0].expand(1, 3, 7), 0
+        )
+
+    assert not sweep(twice(wrapped), X, meshes=((2,), (4,), (2, 2)), extra=2)
+
+
+def test_a_list_out_of_range_raises_on_all_ranks() -> None:
+    def on_rank(rank: int) -> None:
+        x = distribute_tensor(rand(4, 6), init_device_mesh("cpu", (4,)), [S(1)])  # 2, 2, 2, 0
+        with pytest.raises(IndexError, match="out of bounds"):
+            x[[0, 4]]
+
+    simulate(on_rank, 4)

@@ -248,3 +248,11 @@ def test_second_gradients_of_products_by_place() -> None:
 
     for fn in (placed, rows):
         assert not sweep(fn, x, src, meshes=((2,), (4,)), extra=0, twice=True)
+
+
+def test_index_fill_counts_from_the_end_too() -> None:
+    def fill(x: Any) -> Any:
+        ends = torch.tensor([-1, 0, -4])
+        return x.index_fill(0, ends, 2.0), x.clone().index_fill_(-1, ends, 3.0)
+
+    assert not sweep(twice(fill), X, meshes=((4,), (2, 2)), extra=2)

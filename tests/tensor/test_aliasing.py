@@ -203,3 +203,34 @@ def test_versions_agree_on_all_ranks() -> None:
     first, *others = sw.simulate(on_rank, 4)
     assert all(other == first for other in others)
     assert all(first)
+
+
+UNCHANGED: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "double": lambda x: x.double(),
+    "to dtype": lambda x: x.to(torch.float64),
+    "to device": lambda x: x.to(x.device),
+    "cpu": lambda x: x.cpu(),
+    "real": lambda x: x.real,
+    "no dropout": lambda x: torch.nn.functional.dropout(x, 0.5, training=False),
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_torch_gives_the_operand_back(name: str, placement: Any) -> None:
+    def on_rank(rank: int) -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        module = torch.nn.Linear(6, 4, bias=False)
+        weight = torch.nn.Parameter(sw.distribute_tensor(X, mesh, [placement]))
+        fn = UNCHANGED[name]
+        for _ in range(3):  # cold and warm
+            assert fn(weight) is weight
+            module.weight = fn(weight)  # which takes parameters only
+            with torch.no_grad():
+                assert fn(weight) is weight
+        assert (weight.t().contiguous() is weight) is False
+        assert weight.float().dtype == torch.float32
+
+    assert UNCHANGED[name](X) is X
+    sw.simulate(on_rank, 2)

@@ -1036,3 +1036,14 @@ def test_edges_of_plain_tensors_are_those_of_torch() -> None:
     edge = torch.autograd.graph.get_gradient_edge(x)
     assert type(edge) is torch.autograd.graph.GradientEdge
     assert torch.equal(torch.autograd.grad((x * x).sum(), edge)[0], torch.full((3,), 2.0))
+
+
+def test_a_gradient_of_another_dtype_is_refused() -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (R, S0):
+            x = distribute_tensor(torch.ones(4, 3), mesh, [placement]).requires_grad_()
+            with pytest.raises(LayoutError, match="float64"):
+                x.grad = x.detach().double()
+
+    simulate(on_rank, 2)

@@ -22,7 +22,7 @@ from shardwise import (
     simulate,
 )
 from shardwise.errors import AliasError, ShardError, UnsupportedError
-from shardwise.testing.sweep import lay_out
+from shardwise.testing.sweep import lay_out, sweep
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 PLACED = [((2,), (R,)), ((2,), (S0,)), ((2,), (P,)), ((4,), (S1,)), ((2, 2), (S0, P))]
@@ -304,3 +304,20 @@ def test_errors_inside_operators_are_ours() -> None:
             a + b
 
     simulate(fn, 4)
+
+
+def test_integers_of_numpy() -> None:
+    def some(x: Any) -> Any:
+        n = np.int64
+        rows = x[: n(3)], x[:, np.int32(1) :], x[:: n(2)], x[n(-1)], x[n(0), n(1)]
+        return *rows, x.sum(n(1)), x.view(n(2), -1), x.narrow(0, n(1), n(2)), x * n(2)
+
+    def written(x: Any) -> Any:
+        y = x * 2
+        y[: np.int64(2), np.int64(1)] = 5
+        return y
+
+    x = torch.arange(24.0, dtype=torch.float64).view(4, 6)
+    assert not sweep(
+        lambda x: (some(x), some(x), written(x)), x, meshes=((2,), (2, 2)), extra=2
+    )

@@ -77,3 +77,18 @@ def test_views_of_one_base_see_each_others_writes() -> None:
             assert torch.equal(view.full_tensor().reshape(-1), torch.full((20,), 3.0))
 
     sw.simulate(on_rank, 4)
+
+
+def test_plain_tensors_are_written_whole() -> None:
+    """Into what every rank has whole, a pending sum goes as its sum."""
+
+    def fn(x: Any) -> Any:
+        a, b, c = (torch.ones(5, 4, dtype=torch.float64) for _ in range(3))
+        a.mul_(x)
+        b += x
+        c.div_(x).addcmul_(x, x)
+        return x * a, x * b, x * c
+
+    x = torch.arange(1.0, 21.0, dtype=torch.float64).view(5, 4)
+    with torch.no_grad():
+        assert not sweep(fn, x, meshes=((2,), (2, 2)), extra=2, grad=False)

@@ -204,10 +204,16 @@ def index_select(input: Arg, dim: Any, index: Any) -> Rule | None:
 
 
 def _along(
-    x: Arg, index: Arg, at: int, ins: Labels, positions: Labels, shape: tuple[int, ...]
+    x: Arg,
+    index: Arg,
+    at: int,
+    ins: Labels,
+    positions: Labels,
+    shape: tuple[int, ...],
+    *,
+    wraps: bool = False,
 ) -> Rule:
-    """Element-wise lookup along a dim: ``gather`` and ``take_along_dim``."""
-    broadcast = ONE in ins or ONE in positions
+    """Element-wise lookup along a dim: ``gather``, and ``take_along_dim``, whose positions wrap around."""
     part = bool(_looked_up_in_part(x, [at], math.prod(shape)))
     names = (*ins[:at], f"d{at}" if part else WHOLE, *ins[at + 1 :])
 
@@ -215,8 +221,10 @@ def _along(
         index = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         spec = ctx.ins[0]
         x = padded(x, at) if spec.local_shape[at] == 0 else x
+        if wraps and spec.shape[at]:
+            index = index.remainder(spec.shape[at])
         where, keep = shifted(index, spec.offsets[at], spec.local_shape[at], spec.shape[at])
-        found = torch.take_along_dim(x, where, at) if broadcast else torch.gather(x, at, where)
+        found = torch.take_along_dim(x, where, at) if wraps else torch.gather(x, at, where)
         return only(keep, found)
 
     return Rule(
@@ -270,7 +278,7 @@ def take_along_dim(input: Arg, indices: Any, dim: Any = None) -> Rule | None:
         return _broadcast_along(input, indices, at)
     names = numbered("d", input.ndim)
     positions = tuple("i" if d == at else n for d, n in enumerate(names))
-    return _along(input, indices, at, names, positions, indices.shape)
+    return _along(input, indices, at, names, positions, indices.shape, wraps=True)
 
 
 def _broadcast_along(x: Arg, index: Arg, at: int) -> Rule:
@@ -284,7 +292,7 @@ def _broadcast_along(x: Arg, index: Arg, at: int) -> Rule:
         "i" if d == at else ONE if n == 1 else names[d] for d, n in enumerate(index.shape)
     )
     out = tuple("i" if d == at else names[d] for d in range(x.ndim))
-    return replace(_along(x, index, at, ins, positions, shape), outs=(out,))
+    return replace(_along(x, index, at, ins, positions, shape, wraps=True), outs=(out,))
 
 
 # -- over all elements -----------------------------------------------------------------------------

@@ -344,7 +344,8 @@ def _into_piece(at: int, where: int) -> Callable[..., Any]:
         if f"d{at}" in ctx.axes:
             count = spec.local_shape[at]
             given, index = list(args), kwargs["index"] if "index" in kwargs else args[where]
-            index, _ = shifted(index, spec.offsets[at], count, spec.shape[at], count)
+            wrap = name.startswith("index_fill")  # alone among them it counts from the end, too
+            index, _ = shifted(index, spec.offsets[at], count, spec.shape[at], count, wrap=wrap)
             if "index" in kwargs:
                 kwargs["index"] = index
             else:

@@ -128,9 +128,11 @@ def _item(i: Any, dim: int, shape: Sequence[int]) -> Item | None:
         if mask and tuple(i.shape) != tuple(shape[dim : dim + i.ndim]):
             return None
         return Picked(dim, i, tuple(i.shape), mask)
-    if isinstance(i, list):
-        return Picked(dim, i, (len(i),))
     n = shape[dim]
+    if isinstance(
+        i, list
+    ):  # one out of range is for torch to refuse, on the whole: all ranks must
+        return Picked(dim, i, (len(i),)) if all(-n <= k < n for k in i) else None
     if isinstance(i, slice):
         return Rows(dim, range(*i.indices(n)), False, n)
     return Rows(dim, range(i % n, i % n + 1), True, n) if -n <= i < n else None

@@ -7,7 +7,9 @@ right; the lower ones move more.
 
 from __future__ import annotations
 
+import functools
 import math
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -123,6 +125,8 @@ class Call:
         if kind is dict:
             key.append(("dict", *x))
             return {k: self._take(v, lifts) for k, v in x.items()}
+        if isinstance(x, Integral) and not isinstance(x, int):  # numpy's, also in slices
+            return self._take(int(x), lifts)
         if hasattr(x, "__array__") and hasattr(x, "ndim") and not isinstance(x, (int, float)):
             return self._take(torch.as_tensor(x), lifts)
         try:
@@ -247,7 +251,7 @@ def _compile_and_run(
             func
         ):  # the hot path would return its first argument
             program.simple = False
-        _settle_outs(program, layouts, result, call.transport)
+        _settle_outs(program, layouts, result, call)
         if call.cacheable:
             _remember(table, key, program, func, call, args, kwargs, entry)
         return _wrap_results(program, result, call)
@@ -277,6 +281,8 @@ def _descend(
     """No rule answered for the call itself: take the next rungs of the ladder."""
     pure = functional_form(func)
     if pure is not None and lookup(pure) is not None:
+        if not isinstance(args[0], DTensor):  # a plain tensor is written whole on every rank
+            return write_plain(func, args, kwargs)
         first = (
             args[0].clone() if torch.is_grad_enabled() else args[0]
         )  # what is saved must not change
@@ -411,16 +417,14 @@ def _check_plain(
         )
 
 
-def _settle_outs(
-    program: Program, layouts: list[Any], result: Any, transport: Transport
-) -> None:
+def _settle_outs(program: Program, layouts: list[Any], result: Any, call: Call) -> None:
     """Fix the results' specs: the dtype is that of the first local run; the shape must fit the box."""
     specs: list[Any] = []
     for t, layout in zip(flat_results(result), layouts):
         if type(layout) is OpenSpec:
             specs.append(layout)
             continue
-        spec = spec_of(layout.with_dtype(t.dtype), transport)
+        spec = spec_of(layout.with_dtype(t.dtype), call.transport)
         if t.shape != spec.local_shape and spec.coord is not None:
             raise ShardError(
                 f"{program.name}: the local result has shape {tuple(t.shape)}, the layout {layout} asks for "
@@ -430,7 +434,11 @@ def _settle_outs(
     program.outs = tuple(specs)
     if not program.simple or program.inplace:
         return
-    if isinstance(result, Tensor):
+    if isinstance(result, Tensor) and _unchanged(program, result, call.tensors[0]):
+        program.wrap_many = functools.partial(
+            wrap, spec=specs[0]
+        )  # `out` is None: see `_finish`
+    elif isinstance(result, Tensor):
         program.out = specs[0]
         program.dense = (
             specs[0].stride is None and not program.view and not result.is_contiguous()
@@ -451,6 +459,8 @@ def _wrap_results(program: Program, result: Any, call: Call) -> Any:
         return (
             None if result is None else call.tensors[0]
         )  # an op that writes may return nothing
+    if _unchanged(program, result, call.tensors[0]):
+        return call.tensors[0]
     assert program.outs is not None, "a compiled program knows its results"
     specs = iter(program.outs)
     wrapped = _rewrap(result, specs, program.view and not program.moved_view)
@@ -460,6 +470,16 @@ def _wrap_results(program: Program, result: Any, call: Call) -> Any:
             args, kwargs = fill(call.tree, call.tensors), fill(call.kwargs, call.tensors)
             mark_copies(call.key[0], args, kwargs, wrapped)
     return wrapped
+
+
+def _unchanged(program: Program, result: Any, first: Tensor) -> bool:
+    """Whether torch returned the operand itself: ``x.contiguous()``, ``x.to(x.dtype)``."""
+    return (
+        isinstance(first, DTensor)
+        and program.ctx is None
+        and result is first._local
+        and program.outs == (first._spec,)
+    )
 
 
 def _rewrap(result: Any, specs: Any, view: bool) -> Any:

@@ -327,6 +327,11 @@ class DTensor(Protocol):
             raise LayoutError(
                 f"a gradient of shape {tuple(value.shape)} for a tensor of shape {tuple(self.shape)}."
             )
+        if self.is_leaf and self._local.grad_dtype not in (None, value.dtype):
+            raise LayoutError(
+                f"a gradient of {value.dtype} for a tensor that takes {self._local.grad_dtype}.",
+                tries=["x.grad = g.to(x.dtype)"],
+            )
         want = self._spec.layout if leaf is not None else self._spec.layout.dual()
         local = place(value, want.dims, want.partial, self._spec.layout.mesh)
         if leaf is None:
@@ -677,8 +682,8 @@ def flatten_list(items: Any, key: list[Any], local_args: list[Any], first: Any) 
 def _finish(program: Any, out: Any, a: DTensor) -> Any:
     """Wrap the result of a simple program."""
     spec = program.out
-    if spec is None:
-        return a if program.inplace else program.wrap_many(out)
+    if spec is None:  # rare: written into, the operand itself, or several results
+        return a if program.inplace or out is a._local else program.wrap_many(out)
     if out.dtype is not spec.dtype:  # autocast
         return wrap_like(out, spec.layout, spec.transport)
     if spec.plain:
