@@ -121,36 +121,38 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 @override(torch.autograd.grad)
 def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gradients in the dual layouts of the inputs; nothing is communicated for them."""
-    names = (
-        "outputs",
-        "inputs",
-        "grad_outputs",
-        "retain_graph",
-        "create_graph",
-        "only_inputs",
-        "allow_unused",
-    )
-    given = dict(zip(names, args)) | kwargs
-    outputs, inputs = _as_list(given.pop("outputs")), _as_list(given.pop("inputs"))
-    grads = given.pop("grad_outputs", None)
-    grads = _as_list(grads) if grads is not None else [None] * len(outputs)
-    if given.pop("is_grads_batched", False):
-        return _row_by_row(outputs, inputs, grads, given)
-    local_outputs, local_inputs = [_local(t) for t in outputs], [_local(t) for t in inputs]
+    return _grad(*args, **kwargs)
+
+
+def _grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Any, ...]:
+    outputs, inputs = _as_list(outputs), _as_list(inputs)
+    grads = _as_list(grad_outputs) if grad_outputs is not None else [None] * len(outputs)
+    how = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
+    if is_grads_batched:
+        return _row_by_row(outputs, inputs, grads, retain_graph, create_graph, how)
+    retain = create_graph if retain_graph is None else retain_graph
+    of, to = [_local(t) for t in outputs], [_local(t) for t in inputs]
     seeds = _seeds(outputs, grads)
-    if given.get("materialize_grads") or any(g is None for g in seeds):
-        got = torch.autograd.grad(local_outputs, local_inputs, seeds, **given)
+    if materialize_grads or any(g is None for g in seeds):
+        got = torch.autograd.grad(of, to, seeds, retain, create_graph, **how)
     else:  # the engine itself: what torch.autograd.grad checks has been checked
-        create = bool(given.get("create_graph"))
-        retain = given.get("retain_graph")
-        allow = bool(given.get("allow_unused"))
         got = run_backward(
-            tuple(local_outputs),
+            tuple(of),
             tuple(seeds),
-            create if retain is None else retain,
-            create,
-            tuple(local_inputs),
-            allow,
+            retain,
+            create_graph,
+            tuple(to),
+            bool(allow_unused),
             accumulate_grad=False,
         )
     return tuple(
@@ -170,20 +172,26 @@ def wrap_grad(g: Tensor, spec: Spec) -> DTensor:
 
 
 def _row_by_row(
-    outputs: list[Any], inputs: list[Any], grads: list[Any], given: dict[str, Any]
+    outputs: list[Any],
+    inputs: list[Any],
+    grads: list[Any],
+    retain_graph: bool | None,
+    create_graph: bool,
+    how: dict[str, Any],
 ) -> tuple[Any, ...]:
     """A batch of gradients, one backward after the other: moves are not vectorized."""
     count = next((g.shape[0] for g in grads if g is not None), None)
     if count is None:
         raise GradientError("is_grads_batched needs grad_outputs with a batch dim")
-    last = given.pop("retain_graph", None) or given.get("create_graph")
+    last = bool(retain_graph or create_graph)
     rows = [
         torch.autograd.grad(
             outputs,
             inputs,
             [None if g is None else g[i] for g in grads],
-            retain_graph=bool(last) or i < count - 1,
-            **given,
+            retain_graph=last or i < count - 1,
+            create_graph=create_graph,
+            **how,
         )
         for i in range(count)
     ]

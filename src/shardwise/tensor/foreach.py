@@ -69,6 +69,11 @@ def take(a: Any) -> tuple[Any, Any]:
         try:
             return tuple([t._spec for t in a]), [t._local for t in a]
         except AttributeError:  # plain tensors or numbers among them
+            kinds = tuple(map(type, a))
+            if kinds.count(float) == len(
+                kinds
+            ):  # a step size for each: their kinds are the key
+                return kinds, a
             return tuple([_key(t) for t in a]), [
                 t._local if type(t) is DTensor else t for t in a
             ]
