@@ -57,14 +57,17 @@ queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 def kernel_flags() -> tuple[Any, ...]:
     """Process or thread flags that decide which kernel runs, and so what a traced program holds."""
-    cuda = torch.backends.cuda
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        torch.get_default_dtype(),
-    )
+    return tuple([flag() for flag in _KERNEL_FLAGS])
+
+
+# What torch.are_deterministic_algorithms_enabled() and its like call.
+_KERNEL_FLAGS: tuple[Callable[[], Any], ...] = (
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C.get_default_dtype,
+)
 
 
 # Calls of torch.optim and torch.amp on lists of tensors.

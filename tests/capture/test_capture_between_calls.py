@@ -355,6 +355,43 @@ def test_hooks_of_parameters_optimizers_and_all_modules() -> None:
     same(case)
 
 
+def test_who_is_in_a_group_of_an_optimizer_and_its_step() -> None:
+    def case(wrap: Any) -> Any:
+        model = nn.Sequential(linear(), linear())
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        group = optimizer.param_groups[0]
+
+        def step(x: Any) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        captured, out = wrap(step), []
+        bias = group["params"][-1]
+        changes = {
+            4: lambda: group["params"].pop(),
+            7: lambda: group["params"].append(bias),
+            10: lambda: group.update(params=[bias]),
+            13: put(optimizer, "step", lambda: None),
+        }
+        for i in range(16):
+            changes.get(i, lambda: None)()
+            captured(noise())
+            out.append(weights(model))
+        return out
+
+    same(case)
+
+
+def test_keywords_of_a_partial_that_come() -> None:
+    def case(wrap: Any) -> Any:
+        scaled = functools.partial(lambda x, k=1.0, s=1.0: x * k * s, k=2.0)
+        changes = [lambda: scaled.keywords.update(s=3.0), lambda: scaled.keywords.update(k=4.0)]
+        return changed(lambda x: scaled(x), *changes)(wrap)
+
+    same(case)
+
+
 def test_no_sync_around_it() -> None:
     def case(wrap: Any) -> Any:
         model = linear()

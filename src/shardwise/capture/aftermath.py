@@ -17,7 +17,8 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from shardwise.capture.state import Cell, State, local_of
+from shardwise.capture.cells import Asked, Cell, is_same, random_state
+from shardwise.capture.state import State, local_of
 from shardwise.capture.tape import Tape
 from shardwise.compat import is_fake
 
@@ -36,7 +37,10 @@ class Aftermath:
     """
 
     def __init__(self, state: State) -> None:
-        self.held = [*state.held, *state.unnamed]
+        held = [*state.held, *state.unnamed]
+        loose = {id(c) for c, _ in (*state.loose, *state.unnamed)}
+        self.held = [(c, x) for c, x in held if not isinstance(c, Asked)]
+        self.asked = [(c, x) for c, x in held if isinstance(c, Asked) and id(c) not in loose]
         self.containers = [(name, c, _copied(c)) for name, c in state.containers]
         self.iterators = [(name, it, position(it)) for name, it in state.iterators]
         self.taken: list[tuple[Any, Any, Any]] = []
@@ -52,6 +56,12 @@ class Aftermath:
                 raise tape.refuse(
                     f"it takes from {name}, an iterator, what a later run would not take from it",
                     ["pass what it gives as an argument"],
+                )
+        for cell, was in self.asked:
+            if not is_same(cell.read(), was):
+                raise tape.refuse(
+                    f"it changes {cell.name}, which a later run of the graph would not do",
+                    ["do it outside the step", OUTSIDE[1]],
                 )
         known = {(id(c.holder), c.key) for c in cells}
         found: dict[Any, Cell] = {}
@@ -106,6 +116,9 @@ class Aftermath:
         if everything:
             for cell, was in self.held:
                 if cell.read() is not was:
+                    cell.write(was)
+            for cell, was in self.asked:
+                if not is_same(cell.read(), was):
                     cell.write(was)
             for _, c, old in self.containers:
                 if isinstance(c, dict):
@@ -194,6 +207,7 @@ class Seeds:
         self.generators = [torch.default_generator, *state.generators]
         self.states = [g.get_state() for g in self.generators]
         self.python = random.getstate()
+        self.others = [(*how, how[0]()) for x in state.randoms if (how := random_state(x))]
         self.numpy: Any = sys.modules.get("numpy")
         self.numpy_state = (
             None if self.numpy is None else self.numpy.random.get_state(legacy=False)
@@ -208,6 +222,10 @@ class Seeds:
                 found = (
                     "it seeds a random generator, which a later run of the graph would not do"
                 )
+        for read, write, was in self.others:
+            if repr(read()) != repr(was):
+                write(was)
+                found = "it draws from a random generator of Python's or numpy's, whose numbers a later run would not draw again"
         if random.getstate() != self.python:
             random.setstate(self.python)
             found = (

@@ -7,6 +7,7 @@ is read off the code: it names them. Methods count as soon as code that is reach
 from __future__ import annotations
 
 from collections.abc import Iterator
+import dis
 import functools
 from pathlib import PurePath
 import sys
@@ -55,6 +56,18 @@ def names_in(code: types.CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from names_in(inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """What a function takes from globals, those inside it included."""
+    found = {
+        str(i.argval)
+        for i in dis.get_instructions(code)
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return frozenset(found).union(*map(globals_in, inside))
 
 
 def strings_in(code: types.CodeType) -> Iterator[str]:

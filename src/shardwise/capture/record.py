@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+import re
 import types
 from typing import Any
 
@@ -16,12 +17,11 @@ import torch
 from torch import Tensor
 
 from shardwise.capture.aftermath import Aftermath, Seeds, holds_fake
+from shardwise.capture.cells import Cell, TableCell, is_value
 from shardwise.capture.ir import Slot, Step, Value
+from shardwise.capture.sources import Watch
 from shardwise.capture.state import (
-    Cell,
     State,
-    TableCell,
-    is_value,
     liftable,
     local_of,
     shown_cells,
@@ -198,7 +198,7 @@ class Recording:
         """Whether it would do the same as another at every run, as far as can be told."""
         mine, theirs = self._constants(), other._constants()
         return (
-            str(self.step) == str(other.step)
+            _text_of(self.step) == _text_of(other.step)
             and self.results.tree == other.results.tree
             and len(mine) == len(theirs)
             and all(map(_equal, mine, theirs))
@@ -211,12 +211,30 @@ class Recording:
         found += [
             x for _, compare, other, answer in self.guards for x in (compare, other, answer)
         ]
-        return found + list(self.step.tape.constants.values())
+        tape = self.step.tape
+        found += [state for _, state in tape.own_generators.values()]
+        return found + list(tape.constants.values())
+
+    def _outside(self) -> list[Tensor]:
+        """Tensors that no name leads to, or that were made in a way that is not seen."""
+        return [slot.get(None) for _, slot in self.step.inputs if slot.role == "closed-over"]
+
+    def agrees_with(self, other: Recording) -> bool:
+        """Whether the same call has given the same step at another time."""
+        mine, theirs = self._outside(), other._outside()
+        return (
+            self.does_as(other) and len(mine) == len(theirs) and all(map(_equal, mine, theirs))
+        )
+
+
+def _text_of(step: Step) -> str:
+    """The step in words; where an object lies in memory does not count."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(step))
 
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
+        return a is b or (a.dtype == b.dtype and torch.equal(a, b))
     return a is b or (is_value(a) and type(a) is type(b) and a == b)
 
 
@@ -239,9 +257,38 @@ def record(
     Raises:
         CaptureError: It does what no later run could repeat; a `NewStateError` if that is an optimizer's first step.
     """
+    found = _record(fn, state, args, kwargs, lifted)
+    tape = found.step.tape
+    if not tape.doubts and not tape.own_generators:
+        return found
+    again = _record(fn, state, args, kwargs, lifted, later=True)
+    known = tape.own_generators.keys() & again.step.tape.own_generators.keys()
+    if known:  # no name leads to them, but they were there
+        state.generators += [tape.own_generators[g][0] for g in known]
+        return record(fn, state, args, kwargs, lifted)
+    if not again.agrees_with(found):
+        what = tape.doubts[0] if tape.doubts else "seeds a random generator that it makes"
+        raise CaptureError(
+            f"this step cannot be captured: it {what}, and what it does depends on that.",
+            tries=["do it before the step, and pass on what comes of it as an argument"],
+        )
+    return found
+
+
+def _record(
+    fn: Callable[..., Any],
+    state: State,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lifted: Collection[str],
+    *,
+    later: bool = False,
+) -> Recording:
+    """`record`, once; ``later``: with clocks that are wrong."""
     cells = state.cells()
     before = [c.read() for c in cells]
     tape = Tape(_slots(cells, before, args, kwargs), current().rank)
+    tape.generators.update(map(id, state.generators))
     leaves, tree = tree_flatten((args, kwargs))
     aftermath, done = Aftermath(state), False
     modes = state.modes()
@@ -253,10 +300,12 @@ def record(
         shown = list(shown_cells(p for _, p in state.parameters().values()))
         shown_before = [c.read() for c in shown]
         try:
-            with tape.running():
+            with tape.running(), Watch(state, tape, later=later).running():
                 own = _stand_ins(tape, leaves, before)
                 own_args, own_kwargs = tree_unflatten(own, tree)  # lists and dicts of our own
                 got = _called(fn, own_args, own_kwargs, tape)
+                if tape.reads_file is not None:  # and nobody was told
+                    raise tape.reads_file
                 check_numbers()
                 for check in tape.checks:
                     check()

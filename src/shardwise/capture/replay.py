@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardwise.capture.state import Cell, State, TableCell, liftable, local_of
+from shardwise.capture.cells import Asked, Cell, TableCell, is_value
+from shardwise.capture.state import State, liftable, local_of
 from shardwise.compat import alike_check, tree_flatten, tree_unflatten
 from shardwise.tensor.dtensor import DTensor, wrap
 from shardwise.tensor.gradients import leaf_of
@@ -138,7 +139,9 @@ class _Replay:
 
     def same(self, place: str, x: Any) -> None:
         """Miss if a place holds something else; floats are compared, for code makes them anew."""
-        if type(x) is float and math.isfinite(x):
+        if type(x) is float and x == 0:  # 0.0 and -0.0 are equal
+            self.unless(f"type(x := {place}) is float and repr(x) == {repr(x)!r}")
+        elif type(x) is float and math.isfinite(x):
             self.unless(f"type(x := {place}) is float and x == {x!r}")
         else:
             self.unless(f"{place} is {self.name(x)}")
@@ -196,7 +199,11 @@ class _Replay:
     def held(self) -> None:
         """What ``State.stale`` looks at, and ``training``."""
         for cell, _ in self.state.held:
-            self.same(self.place(cell), cell.read())
+            if isinstance(cell, Asked):
+                how = "==" if is_value(now := cell.read()) else "is"
+                self.unless(f"{self.name(cell.ask)}() {how} {self.name(now)}")
+            else:
+                self.same(self.place(cell), cell.read())
         for hooks, _ in self.state.hooks:
             self._hooks(self.name(hooks), hooks)
         for _, c, length in self.state.lengths:
@@ -212,6 +219,7 @@ class _Replay:
             self.unless(f"len({groups}) == {len(o.param_groups)}")
             for i, group in enumerate(o.param_groups):
                 where = self._group(f"{groups}[{i}]", group)
+                self._list(f"{where}['params']", group["params"])
                 for c in self.state.numbers():
                     if c.find() is group:
                         self._number(f"{where}[{c.key!r}]", c.key, c.read())
@@ -224,6 +232,11 @@ class _Replay:
         self.unless(f"{place} is {where} and len({where}) == {len(group)}")
         self._tables.add(id(group))
         return where
+
+    def _list(self, place: str, x: list[Any]) -> None:
+        self.names["is_"] = is_
+        self.unless(f"{place} is {self.name(x)} and len({self.name(x)}) == {len(x)}")
+        self.unless(f"all(map(is_, {self.name(x)}, {self.name(tuple(x))}))")
 
     def _number(self, place: str, key: str, x: Any) -> None:
         if key not in self.lifted or not liftable(x):

@@ -7,19 +7,42 @@ that nothing is baked in, and put back after recording, which leaves fakes behin
 
 from __future__ import annotations
 
+import builtins
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 import functools
+import gc
+import sys
 import types
 from typing import Any
+import weakref
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.capture.cells import (
+    CLOCKS,
+    MANY,
+    Asked,
+    Cell,
+    TableCell,
+    content_of,
+    environment,
+    environment_named,
+    exact,
+    is_numpy,
+    is_plain,
+    is_same,
+    is_value,
+    numbers_in,
+    random_state,
+    settings_named,
+)
 from shardwise.capture.ir import Slot
 from shardwise.capture.names import (
     forward_names,
     functions_of,
+    globals_in,
     is_frozen,
     is_quiet,
     members_named,
@@ -34,64 +57,11 @@ _NUMBERS = (int, float, tuple, bool, str, type(None))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = frozenset(nn.Module().__dict__)
-MANY = 1024  # a table of more is data
 FEW = 8  # numbers in a list of more are data
-SOME = 64  # so many are looked at nevertheless
+SOME = 64  # of more, all count as one place
 DEPTH = 8  # of containers and objects in each other
 MOST = 20_000  # objects that are looked into
-_OPEN = ("torch.optim", "torch.amp")
-
-
-class Cell:
-    """A place that holds a tensor, or nothing.
-
-    Attributes:
-        name: For the text.
-        role: See ``Slot``.
-        holder: A dict, a list, or an object with attributes.
-        key: Where in it.
-    """
-
-    __slots__ = ("holder", "key", "name", "role")
-
-    def __init__(self, name: str, role: str, holder: Any, key: Any) -> None:
-        self.name, self.role, self.holder, self.key = name, role, holder, key
-
-    def read(self) -> Any:
-        """What is there now."""
-        holder = self.holder
-        if isinstance(holder, dict):
-            return dict.get(holder, self.key)
-        if isinstance(holder, (list, deque)):
-            return holder[self.key] if self.key < len(holder) else None
-        if isinstance(holder, type):  # the member itself, not what it gives
-            return vars(holder).get(self.key)
-        return getattr(holder, self.key, None)
-
-    def write(self, x: Any) -> None:
-        """Put something there."""
-        if isinstance(self.holder, (dict, list, deque)):
-            self.holder[self.key] = x
-        else:
-            setattr(self.holder, self.key, x)
-
-
-class TableCell(Cell):
-    """A place in an optimizer's tables, which ``load_state_dict`` replaces: they are asked for at each access.
-
-    Attributes:
-        find: Gives the dict.
-    """
-
-    __slots__ = ("find",)
-
-    def __init__(self, name: str, role: str, find: Callable[[], Any], key: Any) -> None:
-        self.name, self.role, self.find, self.key = name, role, find, key
-
-    @property
-    def holder(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The dict, now."""
-        return self.find()
+_OPEN = ("torch.optim", "torch.amp", "collections")
 
 
 def local_of(x: Any) -> Any:
@@ -111,7 +81,10 @@ class State:
         held: Where what is no tensor was found, and what was there: an object, a number, text.
         loose: Those numbers and texts among them that no code names: it may ask for them by a name that it computes.
         containers: Lists, dicts and tables of attributes that were looked into, with names.
-        generators: Random generators.
+        generators: Random generators of torch.
+        randoms: Those of Python and numpy.
+        arrays: Arrays of numpy's, lists and dicts that are too large to be compared, with names.
+        clocks: Places that hold a function of ``time``, and which.
         iterators: With names.
         hooks: Tables of hooks, and the keys in them.
         lengths: Containers and tables of modules, with names, and how much is in them.
@@ -127,12 +100,19 @@ class State:
         self.loose: list[tuple[Cell, Any]] = []
         self.containers: list[tuple[str, Any]] = []
         self.generators: list[torch.Generator] = []
+        self.randoms: list[Any] = []
+        self.arrays: list[tuple[str, Any]] = []
+        self.clocks: list[tuple[Cell, Any]] = []
         self.iterators: list[tuple[str, Iterator[Any]]] = []
         self.unnamed: list[tuple[Cell, Any]] = []  # loose places that do not count
         self._attributes: list[tuple[Cell, Any]] = []
         self._codes: set[str] = set()
+        self._texts: set[str] = set()  # those of them that are text
         self._kinds: dict[Any, None] = {}  # classes and libraries whose members code may name
         self._followed: set[tuple[int, str]] = set()
+        self._largest = MANY
+        self._tables: dict[int, Any] = {}  # classes and libraries that may get more members
+        self.lists: list[Asked] = []  # what counts as a whole, unless it was seen not to
         self.hooks: list[tuple[Any, tuple[Any, ...]]] = []
         self.lengths: list[tuple[str, Any, int]] = []
         self._signature: tuple[Any, ...] | None = None
@@ -146,9 +126,20 @@ class State:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         ignored: Collection[tuple[int, Any]] = (),
+        *,
+        arrays: bool = False,
     ) -> State:
-        """What a function works on, called with these arguments; ``ignored``: loose places that do not count."""
+        """What a function works on, called with these arguments.
+
+        Args:
+            fn: The function.
+            args: Its arguments.
+            kwargs: Those by name.
+            ignored: Loose places that do not count.
+            arrays: Whether the numbers in large arrays and lists count, too.
+        """
         state = cls()
+        state._largest = sys.maxsize if arrays else MANY
         state.look("", fn)
         for i, x in enumerate(tree_flatten((args, kwargs))[0]):
             state.look(f"argument {i}", x)
@@ -157,9 +148,12 @@ class State:
         for m in state.all_modules:
             state._look_at_module(m)
         state._follow()
+        state._ask()
         state.hooks += [(table, tuple(table)) for table in global_hooks()]
         for optimizer in state.optimizers.values():
-            tables = [vars(optimizer).get(key) for key in _STEP_HOOKS]
+            own = vars(optimizer)
+            state.held.append((Cell("step", "method", own, "step"), own.get("step")))
+            tables = [own.get(key) for key in _STEP_HOOKS]
             state.hooks += [(t, tuple(t)) for t in tables if t is not None]
         state.lengths += [(name, c, len(c)) for name, c in state.containers]
         for cell, x in state._attributes:
@@ -169,6 +163,9 @@ class State:
                 state.unnamed.append((cell, x))
             else:
                 state.loose.append((cell, x))
+        for asked in state.lists:
+            listed = state.unnamed if (id(asked.holder), asked.key) in ignored else state.loose
+            listed.append((asked, asked.read()))
         state.held += state.loose
         state.all_parameters = [p for _, p in state.parameters().values()]
         return state
@@ -183,6 +180,8 @@ class State:
         if isinstance(x, (type, types.ModuleType)):
             if not is_frozen(x.__module__ if isinstance(x, type) else x.__name__):
                 self._kinds[x] = None
+                if type(x) is not type:  # attributes of a class may be its metaclass's
+                    self.look(name, type(x))
             return
         self._seen.add(id(x))
         self._kept.append(x)
@@ -199,7 +198,7 @@ class State:
         if isinstance(x, functools.partial):
             self.look(name, x.func, depth)
             self._items(name, list(x.args), depth)
-            self._items(name, x.keywords, depth)
+            self.look(f"{name}.keywords", x.keywords, depth)
         elif isinstance(x, types.MethodType):
             self.look(name, x.__self__, depth)
             self.look(name, x.__func__, depth)
@@ -208,26 +207,49 @@ class State:
         elif isinstance(x, (dict, list, deque)):
             self.containers.append((name, x))
             self._items(name, x, depth)
+            if SOME < len(x) <= self._largest:
+                self.lists.append(numbers_in(name, x))
+            elif len(x) > SOME:
+                self.arrays.append((name, x))
         elif isinstance(x, (tuple, set, frozenset)):
             if isinstance(x, set) and len(x) <= MANY:
                 self.hooks.append((x, tuple(x)))  # what is in it counts, not where
             self._items(name, list(x), depth)
+        elif not self._look_for_content(name, x, depth):
+            self._look_at_object(name, x, depth)
+
+    def _look_for_content(self, name: str, x: Any, depth: int) -> bool:
+        """Whether an object counts by what it holds, not by its attributes: it is noted then."""
+        if isinstance(x, (types.MappingProxyType, weakref.ref)):
+            for inner in [x()] if isinstance(x, weakref.ref) else gc.get_referents(x):
+                self.look(name, inner, depth)
+        elif random_state(x) is not None:
+            self.randoms.append(x)
+        elif (content := content_of(name, x, self._largest)) is not None:
+            self.held.append((content, now := content.read()))
+            self.look(name, now, depth - 1)
+        elif is_numpy(x):
+            self.arrays.append((name, x))
         else:
-            if isinstance(x, Iterator):
-                self.iterators.append((name, x))
-            if isinstance(x, functools._lru_cache_wrapper):
-                self.look(name, x.__wrapped__)
-            home, held = type(x).__module__, getattr(x, "__dict__", None)
-            strange = not is_quiet(home)
-            for key in _slots_of(type(x)) if strange else ():
-                if hasattr(x, key):
-                    cell = Cell(f"{name}.{key}", "state", x, key)
-                    self._place(cell, getattr(x, key), depth - 1, attribute=True)
-            self.look(home, type(x))
-            if isinstance(held, dict) and (strange or home.startswith(_OPEN)):
-                if strange:
-                    self.containers.append((name, held))
-                self._items(name, held, depth, numbers=strange)
+            return False
+        return True
+
+    def _look_at_object(self, name: str, x: Any, depth: int) -> None:
+        if isinstance(x, Iterator):
+            self.iterators.append((name, x))
+        if isinstance(x, functools._lru_cache_wrapper):
+            self.look(name, x.__wrapped__)
+        home, held = type(x).__module__, getattr(x, "__dict__", None)
+        strange = not is_quiet(home)
+        for key in _slots_of(type(x)) if strange else ():
+            if hasattr(x, key):
+                cell = Cell(f"{name}.{key}", "state", x, key)
+                self._place(cell, getattr(x, key), depth - 1, attribute=True)
+        self.look(home, type(x))
+        if isinstance(held, dict) and (strange or home.startswith(_OPEN)):
+            if strange:
+                self.containers.append((name, held))
+            self._items(name, held, depth, numbers=strange)
 
     def _follow(self) -> None:
         """Look at what code names of the classes and libraries that it meets, until there is nothing new."""
@@ -235,6 +257,7 @@ class State:
         while found:
             found = False
             for kind in list(self._kinds):
+                self._watch_tables(kind)
                 for place, name, x in list(members_named(kind, self._codes)):
                     if (id(place), name) in self._followed:
                         continue
@@ -250,6 +273,25 @@ class State:
                     elif not (isinstance(place, type) and hasattr(x, "__get__")):
                         self._place(cell, x, 2, attribute=True)
 
+    def _watch_tables(self, kind: Any) -> None:
+        """A class or library may get a member that code names: one that hides another, or that it asks for."""
+        for place in kind.__mro__ if isinstance(kind, type) else (kind,):
+            home = place.__module__ if isinstance(place, type) else place.__name__
+            if id(place) not in self._tables and not is_frozen(home):
+                self._tables[id(place)] = place
+                self.lengths.append((place.__name__, vars(place), len(vars(place))))
+
+    def _ask(self) -> None:
+        """What code asks the language and torch for."""
+        for cell in (
+            *settings_named(self._codes),
+            *environment_named(self._codes, self._texts),
+        ):
+            self.held.append((cell, cell.read()))
+        everything = environment(self._codes)
+        if everything is not None:
+            self.lists.append(everything)
+
     def _items(self, name: str, held: Any, depth: int, *, numbers: bool = True) -> None:
         if len(held) > MANY:  # data, not settings
             return
@@ -257,7 +299,7 @@ class State:
         for key, y in list(pairs):
             few = isinstance(held, dict) or len(held) <= FEW
             cell = Cell(f"{name}.{key}", "state", held, key)
-            if (few and numbers) or not _plain(y):
+            if (few and numbers) or not is_plain(y):
                 self._place(cell, y, depth - 1, attribute=isinstance(held, dict))
             elif numbers:
                 self._attributes.append((cell, y))
@@ -267,10 +309,11 @@ class State:
         if isinstance(x, (type, types.ModuleType)):
             self.look(cell.name, x)
         elif isinstance(x, types.BuiltinFunctionType):
-            return
+            if x in CLOCKS:
+                self.clocks.append((cell, x))
         elif isinstance(x, Tensor):
             self.tensors.append(cell)
-        elif _plain(x) and attribute:
+        elif is_plain(x) and attribute:
             self._attributes.append((cell, x))
         else:
             self.held.append((cell, x))
@@ -281,7 +324,8 @@ class State:
             return
         code = function.__code__
         names = list(names_in(code))
-        self._codes.update(names, strings_in(code))
+        self._texts.update(strings_in(code))
+        self._codes.update(names, self._texts)
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             try:
                 held = cell.cell_contents
@@ -296,11 +340,15 @@ class State:
             *(function.__kwdefaults__ or {}).values(),
         ):
             self.look(function.__name__, default, depth - 1)
-        for name in () if is_frozen(function.__module__) else names:
-            held = function.__globals__.get(name)
-            if held is not None:
-                cell = Cell(name, "state", function.__globals__, name)
-                self._place(cell, held, depth - 1)
+        if is_frozen(function.__module__):
+            return
+        around = function.__globals__
+        for name in names:
+            if name in around:
+                self._place(Cell(name, "state", around, name), around[name], depth - 1)
+        for name in globals_in(code):
+            if name not in around and not hasattr(builtins, name):  # it may come
+                self.held.append((Cell(name, "state", around, name), None))
 
     def _look_at_module(self, m: nn.Module) -> None:
         """What a module holds beside parameters, buffers and modules."""
@@ -400,10 +448,15 @@ class State:
         ]
 
     def fixed_numbers(self, lifted: Collection[str]) -> tuple[Any, ...]:
-        """The values of those that are part of a captured step, and the types of the others."""
+        """The values of those that are part of a captured step, and the types of the others; whom they are for."""
         return tuple(
             [
-                (key, float) if key in lifted and liftable(x) else (key, type(x), x)
+                tuple(map(id, group["params"]))
+                for optimizer in self.optimizers.values()
+                for group in optimizer.param_groups
+            ]
+            + [
+                (key, float) if key in lifted and liftable(x) else (key, exact(x))
                 for optimizer in self.optimizers.values()
                 for group in optimizer.param_groups
                 for key, x in group.items()
@@ -413,17 +466,13 @@ class State:
 
     def moved_loose(self) -> list[Cell]:
         """The loose places that hold something else than when they were looked at."""
-        return [
-            c
-            for c, x in self.loose
-            if (now := c.read()) is not x and not (type(now) is type(x) and now == x)
-        ]
+        return [c for c, x in self.loose if not is_same(c.read(), x)]
 
     def signature(self) -> tuple[Any, ...]:
         """What was found, as part of a key."""
         if self._signature is None:
             found: list[Any] = [len(self.tensors)]
-            found += [(type(x), x) if is_value(x) else id(x) for _, x in self.held]
+            found += [exact(x) if is_value(x) else id(x) for _, x in self.held]
             found += [
                 tuple([k for k in c if k in self._codes])
                 for _, c in self.containers
@@ -454,7 +503,7 @@ class State:
         """A place that holds something else than when it was looked at."""
         for cell, x in self.held:
             now = cell.read()
-            if now is not x and not (is_value(x) and type(now) is type(x) and now == x):
+            if now is not x and not is_same(now, x):
                 return cell
         for hooks, keys in self.hooks:
             if len(hooks) != len(keys) or (keys and tuple(hooks) != keys):
@@ -509,17 +558,8 @@ def _slots_of(kind: type) -> list[str]:
     return [s for s in found if s not in ("__dict__", "__weakref__")]
 
 
-def _plain(x: Any) -> bool:
-    return x is None or isinstance(x, (str, bytes, int, float))
-
-
 def _is_data(holder: Any) -> bool:
     return isinstance(holder, (dict, list, deque)) and len(holder) > SOME
-
-
-def is_value(x: Any) -> bool:
-    """Whether what counts is what ``x`` is equal to, not which object it is: numbers, text, tuples of them."""
-    return _plain(x) or (type(x) is tuple and all(map(_plain, x)))
 
 
 def slot_of(cell: Cell) -> Slot:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.capture.cells import Cell
 from shardwise.capture.check import (
     agree,
     alike,
@@ -33,7 +34,7 @@ from shardwise.capture.passes import COMPILED, DEFAULT, Pass, late_mean
 from shardwise.capture.record import LIFTED_NUMBERS, NewStateError, Recording, record
 from shardwise.capture.replay import MISS, replayer
 from shardwise.capture.run import executor
-from shardwise.capture.state import Cell, State, liftable, local_of
+from shardwise.capture.state import State, liftable, local_of
 from shardwise.comm.transport import current
 from shardwise.compat import autocast_dtype, kernel_flags, storage_id, tree_flatten
 from shardwise.errors import CaptureError
@@ -147,7 +148,7 @@ class Captured:
         moved = None if state is None else state.stale()
         if state is None or moved is not None:
             own.suspects = [] if state is None else state.moved_loose()
-            state = own.states[where] = State.of(self.fn, args, kwargs, own.ignored)
+            state = own.states[where] = own.look(self.fn, args, kwargs)
             own.moved = moved.name if moved is not None else own.moved
         memory = _memory(leaves)
         key = (
@@ -188,7 +189,7 @@ class Captured:
                     f"capture(..., max_captures={2 * self.max_captures})",
                 ],
             )
-        state = own.states[where] = State.of(self.fn, args, kwargs, own.ignored)
+        state = own.states[where] = own.look(self.fn, args, kwargs)
         if own.vary(state):
             key = own.key_for(key, state)
         transport = current()
@@ -211,8 +212,8 @@ class Captured:
             raise
         found = self._ready(own, recording, state, memory, groups_of(recording.step, ranks))
         own.captures += 1
-        if own.ignore(recording):
-            state = own.states[where] = State.of(self.fn, args, kwargs, own.ignored)
+        if own.ignore(recording) or own.compare_arrays(recording):
+            state = own.states[where] = own.look(self.fn, args, kwargs)
             key = own.key_for(key, state)
         own.steps[key] = found
         return found
@@ -325,6 +326,7 @@ class _OfRank:
             order after them.
         suspects: Loose places that held something else at the last look.
         ignored: Those that the step was seen not to depend on, with their holders.
+        arrays: Whether the numbers in large arrays and lists count, too.
         ready: Steps that can be run at once, newest first, with what does it (``replay.py``).
     """
 
@@ -337,8 +339,13 @@ class _OfRank:
         self.agreed: dict[str, tuple[Any, tuple[Pass, ...], str]] = {}
         self.suspects: list[Cell] = []
         self.ignored: dict[tuple[int, Any], Any] = {}
+        self.arrays = False
         self.ready: list[tuple[CapturedStep, Callable[..., Any]]] = []
         self._numbers: dict[str, Any] = {}
+
+    def look(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> State:
+        """What a function works on now."""
+        return State.of(fn, args, kwargs, self.ignored, arrays=self.arrays)
 
     def vary(self, state: State) -> bool:
         """Make inputs of the hyperparameters that are not what they were at the last recording."""
@@ -367,6 +374,13 @@ class _OfRank:
         if not suspects or not any(recording.does_as(s.recording) for s in self.steps.values()):
             return False
         self.ignored.update({(id(c.holder), c.key): c.holder for c in suspects})
+        return True
+
+    def compare_arrays(self, recording: Recording) -> bool:
+        """Whether large arrays count from now on: the step makes tensors of some."""
+        if self.arrays or not recording.step.tape.from_arrays:
+            return False
+        self.arrays = True
         return True
 
     def watch(

@@ -104,6 +104,11 @@ class Tape(TorchDispatchMode):
         self._next = 0
         self.constants: dict[int, Tensor] = {}
         self.facts: list[str] = []  # what all ranks must have alike, and nothing else shows
+        self.doubts: list[str] = []  # what it read that may be another thing at the next run
+        self.reads_file: Exception | None = None
+        self.from_arrays = False  # whether it made a tensor of a numpy array
+        self.generators: set[int] = {id(torch.default_generator)}  # that were there before
+        self.own_generators: dict[int, tuple[Any, Tensor]] = {}  # others, with their states
         self.restores: list[Callable[[], None]] = []
         self.checks: list[Callable[[], None]] = []
         self._collectives = 0
@@ -358,6 +363,7 @@ class Tape(TorchDispatchMode):
             writes.add(RNG)
             given = [*args, *kwargs.values()]
             generator = next((a for a in given if isinstance(a, torch.Generator)), None)
+            self._begin_anew(generator)
             since, count = self.generator_position(generator)
             self._draws[id(generator)] = since, count + 1
         node.reads, node.writes = frozenset(reads), frozenset(writes)
@@ -517,6 +523,19 @@ class Tape(TorchDispatchMode):
         """``torch.set_rng_state(state)``."""
         self.effect("set rng state", write, state, random=True)
         self._draws[id(None)] = getattr(state, "_shardwise_position", (object(), 0))
+
+    def _begin_anew(self, generator: torch.Generator | None) -> None:
+        """A generator that the step makes gives the same numbers at each run: those of the seed that it has given it."""
+        if generator is None or id(generator) in self.generators:
+            return
+        state = generator.get_state()
+        known = self.own_generators.get(id(generator))
+        if known is not None and torch.equal(known[1], state):
+            return
+        self.own_generators[id(generator)] = generator, state
+        where = self.generator_position(None)
+        self.effect("seed", functools.partial(generator.set_state, state), random=True)
+        self._draws[id(None)] = where
 
     def effect(
         self,
