@@ -235,3 +235,19 @@ def test_ranks_that_use_other_parameters_of_a_group_are_told() -> None:
             step()
 
     simulate(run, 2)
+
+
+def test_what_was_a_view_of_a_tensor_before_it_was_transposed_in_place() -> None:
+    def step(x: Any) -> Any:
+        y = x * 2
+        z = y.t()
+        before = z @ x
+        y.t_()
+        shown, y = y[0] + 1, y.unsqueeze_(0)
+        return before, shown, y.sum(1), z, y.squeeze_(0) @ x
+
+    captured = capture(step)
+    for _ in range(4):
+        x = torch.randn(3, 3)
+        for wanted, got in zip(step(x), captured(x), strict=True):
+            assert torch.equal(wanted, got)

@@ -54,6 +54,16 @@ _HIDDEN_WRITES: dict[Any, tuple[tuple[int, ...], int]] = {
 }
 # Kernels that keep something for backward only where gradients are on, which they are not when a step runs.
 _ASKS_WHETHER_GRAD = {_ATEN.mkldnn_rnn_layer.default}
+# What gives a tensor another shape in place, and the view that it is then.
+_VIEWS_IN_PLACE: dict[Any, Any] = {
+    _ATEN.t_.default: _ATEN.t.default,
+    _ATEN.transpose_.default: _ATEN.transpose.int,
+    _ATEN.unsqueeze_.default: _ATEN.unsqueeze.default,
+    _ATEN.squeeze_.default: _ATEN.squeeze.default,
+    _ATEN.squeeze_.dim: _ATEN.squeeze.dim,
+    _ATEN.squeeze_.dims: _ATEN.squeeze.dims,
+    _ATEN.as_strided_.default: _ATEN.as_strided.default,
+}
 _SHAPES: dict[str, Callable[..., Sequence[int]]] = {
     "all_gather": lambda x, n, how: (n, *x.shape),
     "reduce_scatter": lambda x, n, how: x.shape[1:],
@@ -257,6 +267,12 @@ class Tape(TorchDispatchMode):
             )
         if func is _ATEN.lift_fresh.default and not is_fake(args[0]):
             return self._constant(args[0])
+        if (
+            func in _VIEWS_IN_PLACE
+            and is_fake(args[0])
+            and id(args[0]) not in self._from_outside
+        ):
+            return self._another_view(func, args)
         if torch.is_grad_enabled() and func.overloadpacket.__name__.endswith("_"):
             self._check_history(func, args, kwargs)
         result, fakes, named = self._on_fakes(func, args, kwargs)
@@ -290,6 +306,21 @@ class Tape(TorchDispatchMode):
             kind, str(func), target, own, own_named, tuple(outs), tree, written, draws=draws
         )
         return _mapped(lambda y: given.get(id(y), y), Tensor, result)
+
+    def _another_view(self, func: Any, args: tuple[Any, ...]) -> Tensor:
+        """``x.t_()``: x is another view from here on; what was known of it as it was remains so."""
+        x = args[0]
+        value = self.value_of(x)
+        with without_modes(), self.fake_mode:
+            value.fake = x.detach()
+            value.fake._shardwise_value = value
+        self._on_fakes(func, args, {})
+        out = self.new_value(x)
+        if self._firsts[storage_id(x)] is value:
+            self._firsts[storage_id(x)] = out
+        target = _VIEWS_IN_PLACE[func]
+        self._note("call", str(target), target, (value, *args[1:]), {}, (out,), out)
+        return x
 
     def _check_history(self, func: Any, args: Any, kwargs: Any) -> None:
         """A tensor from outside that is written in place gets no history: it would be that of the recorded call."""
