@@ -190,6 +190,25 @@ def test_what_a_rank_does_not_need_for_a_move_it_may_need_without_it() -> None:
     simulate(both, world_size=2)
 
 
+def test_gathered_dims_of_one_travel_together() -> None:
+    """What arrives has other strides in a bucket than alone, which a view must bear."""
+
+    def both() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        pieces = [torch.arange(4.0).view(1, 2, 2) * n for n in (1, 2)]
+        x, y = (DTensor.from_local(p, mesh, [Shard(1)], run_check=False) for p in pieces)
+
+        def fn(x: Any, y: Any) -> Any:
+            return tuple(to(t, R).view(-1) for t in (x, y))
+
+        step = capture(fn)
+        for _ in range(3):
+            for got, wanted in zip(step(x, y), fn(x, y), strict=True):
+                assert torch.equal(got.full_tensor(), wanted.full_tensor())
+
+    simulate(both, world_size=2)
+
+
 def test_bucket() -> None:
     def fn(p: Any, q: Any, s: Any, x: Any) -> Any:
         a, b, c = to(p, R), to(q, R), to(s, R)

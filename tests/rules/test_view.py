@@ -126,6 +126,19 @@ def test_uneven_sizes_and_empty_pieces() -> None:
     )
 
 
+def test_dims_of_one_that_are_cut_are_merged_and_split_in_their_places() -> None:
+    """The shapes alone do not tell which of two dims of size one was merged; some ranks hold none of it."""
+
+    def merged(x: torch.Tensor) -> Any:
+        return x.flatten(0, 1), x.flatten(1, 2), torch.flatten(x, 0, 1).flatten()
+
+    def split(x: torch.Tensor) -> Any:
+        return x.unflatten(1, (1, 1)), x.unflatten(0, (3, 1)), x.unflatten(2, (1, -1))
+
+    for fn in (merged, split):
+        assert not sweep(twice(fn), rand(3, 1, 1), meshes=((2,), (2, 2)), extra=2)
+
+
 def test_squeeze_drops_no_dim_that_is_one_only_in_a_piece() -> None:
     def on_rank() -> None:
         x = distribute_tensor(rand(2, 5), init_device_mesh("cpu", (2,)), [S(0)])

@@ -112,11 +112,26 @@ def regrouped(src: Sequence[int], dst: Sequence[int]) -> tuple[Labels, Labels, d
     return tuple(left), tuple(right), divides
 
 
-def _reshaped(x: Arg, shape: Shape | None, localize: Any = _by_position) -> Rule | None:
+Groups = tuple[Labels, Labels, dict[str, int]]
+
+
+def _between(shape: Shape, start: int, stop: int, parts: Shape) -> Groups:
+    """As `regrouped`, but only the dims from start to stop become others: each of the rest is itself.
+
+    Which of several dims of size one is which the shapes do not tell, and a piece may have none of it.
+    """
+    left, right, divides = regrouped(shape[start:stop], parts)
+    before, after = numbered("b", start), numbered("a", len(shape) - stop)
+    return (*before, *left, *after), (*before, *right, *after), divides
+
+
+def _reshaped(
+    x: Arg, shape: Shape | None, localize: Any = _by_position, groups: Groups | None = None
+) -> Rule | None:
     """A view of all elements under another shape."""
     if shape is None:
         return None
-    ins, out, divides = regrouped(x.shape, shape)
+    ins, out, divides = regrouped(x.shape, shape) if groups is None else groups
     localize = localize if x.layout.is_sharded else None
     return view_of(
         x,
@@ -134,14 +149,16 @@ def _copied(ctx: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(ctx.outs[0].local_shape)
 
 
-def _view_or_copy(x: Arg, shape: Shape | None, localize: Any = _by_position) -> Rule | None:
+def _view_or_copy(
+    x: Arg, shape: Shape | None, localize: Any = _by_position, groups: Groups | None = None
+) -> Rule | None:
     """A reshape: a view where the whole tensor can be viewed, else a copy, on every rank."""
     if shape is None or x.layout.is_contiguous:
-        return _reshaped(x, shape, localize)
+        return _reshaped(x, shape, localize, groups)
     meta = torch.empty_strided(x.shape, x.layout.stride, device="meta")
     if meta.reshape(shape)._base is not None:
-        return _reshaped(x, shape, localize)
-    ins, out, divides = regrouped(x.shape, shape)
+        return _reshaped(x, shape, localize, groups)
+    ins, out, divides = regrouped(x.shape, shape) if groups is None else groups
     return view_of(
         x,
         ins,
@@ -191,9 +208,12 @@ def flatten(input: Arg, start_dim: Any = 0, end_dim: Any = -1) -> Rule | None:
     start, end = one_dim(start_dim, input.ndim), one_dim(end_dim, input.ndim)
     if start is None or end is None or start > end:
         return None
-    shape = input.shape or (1,)
+    if not input.ndim:
+        return _view_or_copy(input, (1,), None)
+    shape = tuple(input.shape)
     merged = math.prod(shape[start : end + 1])
-    return _view_or_copy(input, (*shape[:start], merged, *shape[end + 1 :]), None)
+    groups = _between(shape, start, end + 1, (merged,))
+    return _view_or_copy(input, (*shape[:start], merged, *shape[end + 1 :]), None, groups)
 
 
 @rule("unflatten", "aten.unflatten.int")
@@ -211,7 +231,9 @@ def unflatten(input: Arg, dim: Any, sizes: Any) -> Rule | None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (x, at, tuple(ctx.outs[0].local_shape[at : at + len(parts)])), {}
 
-    return _reshaped(input, (*input.shape[:at], *parts, *input.shape[at + 1 :]), localize)
+    shape = tuple(input.shape)
+    groups = _between(shape, at, at + 1, parts)
+    return _reshaped(input, (*shape[:at], *parts, *shape[at + 1 :]), localize, groups)
 
 
 # -- other orders of dims --------------------------------------------------------------------------

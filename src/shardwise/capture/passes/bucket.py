@@ -262,8 +262,8 @@ def _one_message(
 
 def _unpacked(n: Node, piece: Tensor, rest: tuple[Node, ...]) -> Tensor:
     """What a move gives, from what has arrived for it: the calls after its wait, on other memory and strides."""
-    if rest[1:] and rest[1].target is not torch.ops.aten.permute.default:
-        piece = piece.contiguous()  # as it would have arrived alone
+    if rest[1:] and not any(b.target is torch.ops.aten.clone.default for b in rest):
+        piece = piece.contiguous()  # as it would have arrived alone; else it is copied later
     known: dict[Value, Any] = {rest[0].outs[0]: piece}
     for b in rest[1:]:
         fakes = {v: known.get(v, v.fake) for v in b.inputs}
