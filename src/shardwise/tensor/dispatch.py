@@ -450,8 +450,12 @@ def _settle_outs(program: Program, layouts: list[Any], result: Any, call: Call) 
         ):
             program.simple = False  # the slow path copies it into the order of the layout
     else:
-        view = program.view
-        program.wrap_many = lambda result: _rewrap(result, iter(program.outs or ()), view)
+        outs, view = program.outs, program.view
+        flat = type(result) in (list, tuple) and all(isinstance(t, Tensor) for t in result)
+        if view and flat:  # pieces of one tensor
+            program.wrap_many = lambda views: type(views)(map(wrap, views, outs))
+        else:
+            program.wrap_many = lambda result: _rewrap(result, iter(outs), view)
 
 
 def _wrap_results(program: Program, result: Any, call: Call) -> Any:
