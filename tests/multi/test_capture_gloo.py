@@ -133,8 +133,55 @@ for call in (
 """
 
 
+# A rank that cannot record later raises alone, and leaves word for those who come to agree.
+REFUSED = """
+import time
+import torch
+import shardwise
+from shardwise import Shard, distribute_tensor
+from shardwise.errors import CaptureError
+
+mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+rank = mesh.get_rank()
+
+
+@shardwise.capture
+def step(x, k):
+    y = x.sum(0).full_tensor() * k
+    if k == 2 and rank == 0 and y[0] > 0:
+        y = y + 1
+    return y
+
+
+def call(k):
+    x = torch.arange(12.0).view(4, 3)
+    got = step(distribute_tensor(x * k, mesh, [Shard(0)]).reshape(4, 3, *[1] * k), k)
+    assert torch.equal(got.flatten(), x.sum(0) * k * k)
+
+
+for k in (1, 1, 1, 3, 3):
+    call(k)
+assert step.captures == 2
+begin = time.monotonic()
+try:
+    call(2)
+except CaptureError as error:
+    said = str(error)
+else:
+    said = "nothing"
+assert time.monotonic() - begin < 60
+assert said.startswith("this step cannot be captured") == (rank == 0), said
+assert said.startswith("rank 0 could not capture the step: CaptureError") == (rank == 1), said
+for k in (1, 4, 4, 3):
+    call(k)
+assert step.captures == 3
+"""
+
+
 @pytest.mark.multi
-@pytest.mark.parametrize("program", [STEPS, OTHERS], ids=["steps", "collectives of torch"])
+@pytest.mark.parametrize(
+    "program", [STEPS, OTHERS, REFUSED], ids=["steps", "collectives of torch", "refused"]
+)
 def test_captured_steps_over_gloo(tmp_path, program):
     script = tmp_path / "steps.py"
     script.write_text(program, encoding="utf-8")

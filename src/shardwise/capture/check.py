@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+import time
 from typing import Any
 
 from shardwise.capture.ir import Node, Step, flatten, placed
@@ -109,6 +110,51 @@ Facts = list[tuple[int, int, int]]  # of each collective: see ``order.facts_of``
 def digest_of(lines: list[str]) -> str:
     """What stands for a step that all ranks have written down alike."""
     return blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def leave_word(transport: Transport, ranks: Sequence[int], error: str) -> None:
+    """Tell whoever comes to the next `meet` that this rank could not record; nobody is waited for.
+
+    A rank that records anew may be the only one that does, so it cannot ask the others to agree on its error.
+    """
+    _signed(transport, tuple(ranks), error)
+
+
+def meet(transport: Transport, ranks: Sequence[int]) -> None:
+    """Before ranks agree on a step that is not their first: all are here, or one has left word why not.
+
+    Raises:
+        CaptureError: A rank could not record, or does not come within the store's timeout.
+    """
+    group = tuple(ranks)
+    place = _signed(transport, group, "")
+    missing = [] if place is None else [r for r in group if r != transport.rank]
+    store, pause = transport.store, 0.001
+    deadline = time.monotonic() + (store.timeout.total_seconds() if missing else 0)
+    while missing:
+        for r in [r for r in missing if store.check([f"{place}{r}"])]:
+            text = store.get(f"{place}{r}").decode()
+            if text:
+                raise CaptureError(f"rank {r} could not capture the step: {text}")
+            missing.remove(r)
+        if missing and time.monotonic() > deadline:
+            raise CaptureError(
+                f"rank {missing[0]} does not record the step anew, as this rank does.",
+                tries=["give all ranks batches of one layout, and modes that are alike"],
+            )
+        time.sleep(pause if missing else 0)
+        pause = min(2 * pause, 0.1)
+
+
+def _signed(transport: Transport, group: tuple[int, ...], word: str) -> str | None:
+    """Put this rank's word where the ranks of a group look for it; None if there is no such place."""
+    if len(group) < 2 or transport.rank not in group or transport.store is None:
+        return None
+    key = "capture", group
+    count = transport.state[key] = transport.state.get(key, 0) + 1
+    place = f"shardwise/capture/{','.join(map(str, group))}/{count}/"
+    transport.store.set(f"{place}{transport.rank}", word)
+    return place
 
 
 def agree(

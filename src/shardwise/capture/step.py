@@ -22,7 +22,9 @@ from shardwise.capture.check import (
     alike,
     digest_of,
     groups_of,
+    leave_word,
     lines_of,
+    meet,
     order_of,
     ranks_of,
 )
@@ -198,6 +200,8 @@ class Captured:
         try:
             recording = self._record(own, state, args, kwargs)
         except NewStateError:
+            if own.agreed:
+                meet(transport, ranks)
             agree(
                 transport,
                 [ranks],
@@ -207,8 +211,11 @@ class Captured:
             own.eager += 1
             return None
         except Exception as error:
-            if not own.agreed:  # later this rank may be the only one that records
-                agree(transport, [ranks], [], f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            if own.agreed:  # this rank may be the only one that records
+                leave_word(transport, ranks, text)
+            else:
+                agree(transport, [ranks], [], text)
             raise
         found = self._ready(own, recording, state, memory, groups_of(recording.step, ranks))
         own.captures += 1
@@ -230,6 +237,8 @@ class Captured:
         digest = digest_of(lines)
         known = own.agreed.get(digest)
         if known is None:
+            if own.agreed:
+                meet(transport, groups[0])
             facts = agree(transport, groups, lines, None, facts_of(recording.step, is_heavy))
         else:
             facts = known[0]

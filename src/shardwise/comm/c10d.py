@@ -214,6 +214,11 @@ class C10dTransport(Transport):
         if world is not None:
             self.adopt(world, tuple(range(size)))
 
+    @property
+    def store(self) -> Any:
+        """The store of the default process group."""
+        return None if self.world is None else default_store()
+
     def adopt(self, pg: ProcessGroup, ranks: Sequence[int]) -> None:
         """Use ``pg`` (of a torch DeviceMesh, say) for ``ranks`` rather than a new group.
 

@@ -84,6 +84,11 @@ class Transport(ABC):
     def __repr__(self) -> str:
         return f"<{self.name} transport, rank {self.rank} of {self.world_size}>"
 
+    @property
+    def store(self) -> Any:
+        """The key-value store that all ranks see, where there is one: words for who does not come."""
+        return None
+
     # ---- the collectives ------------------------------------------------------------------
 
     def all_gather(self, x: Tensor, ranks: tuple[int, ...], *, tag: str = "") -> Tensor:
