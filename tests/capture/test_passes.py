@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from expecttest import assert_expected_inline
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -16,6 +17,7 @@ from shardwise import (
     Replicate,
     Shard,
     capture,
+    distribute_tensor,
     init_device_mesh,
     parallel,
     simulate,
@@ -32,7 +34,7 @@ from shardwise.capture.passes import (
     simplify,
 )
 from shardwise.comm import DryTransport
-from shardwise.comm.transport import use
+from shardwise.comm.transport import current, use
 from shardwise.tensor.dtensor import DTensor
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -442,6 +444,19 @@ def test_what_is_scaled_differently_or_looked_at_is_scaled_alone() -> None:
     assert muls(overwritten) == ["mul", "mul_", "mul"]
 
 
+def test_parts_of_several_dtypes_are_rounded_each_in_its_own() -> None:
+    def run() -> None:
+        def step(x: Any) -> Any:
+            joined = torch.cat([x * 0.3, x.double() * 0.3])
+            return current().all_gather_async(joined, (0, 1)).wait()
+
+        captured, x = capture(step), torch.randn(5)
+        for _ in range(3):
+            assert torch.equal(captured(x), step(x))
+
+    simulate(run, world_size=2)
+
+
 def test_gradients_that_are_averaged_are_scaled_once_and_are_the_same() -> None:
     def run() -> None:
         torch.manual_seed(0)
@@ -471,3 +486,24 @@ def test_gradients_that_are_averaged_are_scaled_once_and_are_the_same() -> None:
         assert [n.name for n in halved] == ["aten.mul_.Tensor"]
 
     simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("dst", [Replicate(), Shard(0)])
+def test_moves_of_one_local_tensor_under_two_layouts_are_two(dst: Any) -> None:
+    """What was summed is taken for a pending sum: it is summed again."""
+
+    def both() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+        def step(x: Any) -> Any:
+            summed = x.sum(0).redistribute(placements=[Replicate()]).to_local()
+            again = DTensor.from_local(summed, mesh, [Partial()], run_check=False)
+            return again.redistribute(placements=[dst])
+
+        captured = capture(step)
+        for i in range(3):
+            torch.manual_seed(i)
+            x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+            assert torch.equal(captured(x).to_local(), step(x).to_local())
+
+    simulate(both, world_size=2)

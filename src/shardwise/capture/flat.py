@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.capture.ir import RNG, Node, Value, values_in
+from shardwise.capture.ir import PLACED, RNG, Node, Value, values_in
 
 if TYPE_CHECKING:
     from torch import fx
@@ -45,8 +45,8 @@ def compiles(n: Node) -> bool:
     """Whether a node can be in a part: a local call, or arithmetic on numbers, that a flat graph can hold."""
     if n.kind == "number":
         return n.name == "item" or n.name in _ARITHMETIC
-    if n.kind != "call" or RNG in n.reads:
-        return False
+    if n.kind != "call" or RNG in n.reads or n.target in PLACED:
+        return False  # a part does not know where in its memory a tensor begins
     return not _takes_number(n) or _by_number(n)
 
 

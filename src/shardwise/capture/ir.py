@@ -22,8 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.compat import laid_over
 from shardwise.events import received_bytes
 
+_ATEN = torch.ops.aten
+# They count from the beginning of the memory, not from where the tensor begins.
+PLACED = {
+    _ATEN.as_strided.default,
+    _ATEN.as_strided_.default,
+    _ATEN.as_strided_copy.default,
+    _ATEN.as_strided_scatter.default,
+}
 RNG = -1  # the root of the random generators: draws keep their order
 OUTSIDE = -2  # the root of what a node does to the world that no tensor shows
 
@@ -114,7 +123,7 @@ class Node:
             return self
         return replace(
             self,
-            args=substitute(self.args, new),
+            args=self._placed(new) if self.target in PLACED else substitute(self.args, new),
             kwargs=substitute(self.kwargs, new),
             outs=tuple(new.get(v, v) for v in self.outs),
             result=substitute(self.result, new),
@@ -122,6 +131,15 @@ class Node:
             writes=frozenset([roots.get(r, r) for r in self.writes]),
             body=body,
         )
+
+    def _placed(self, new: dict[Value, Value]) -> tuple[Any, ...]:
+        """The arguments of a call of `PLACED`, its place in the memory moved along."""
+        args, old = substitute(self.args, new), self.args[0]
+        place = 4 if self.target is _ATEN.as_strided_scatter.default else 3
+        if len(args) <= place or args[place] is None or args[0] is old:
+            return args
+        by = args[0].fake.storage_offset() - old.fake.storage_offset()
+        return (*args[:place], args[place] + by, *args[place + 1 :])
 
     def __str__(self) -> str:
         outs = ", ".join(map(repr, self.outs))
@@ -201,14 +219,16 @@ class Step:
     def _shown_elsewhere(
         self, new: dict[Value, Value], roots: dict[int, int]
     ) -> dict[Value, Value]:
-        """The values that stay, but in other memory."""
+        """The values that stay, but in other memory: their fakes tell how they lie there."""
+        over = {old.root: (old.fake, to.fake) for old, to in new.items() if old.root in roots}
         found: dict[Value, Value] = {}
         for n in (x for top in self.nodes for x in (top, *top.body)):
             for v in n.outs:
                 if v.root in roots and v not in new and v not in found:
-                    found[v] = other = Value(v.index, v.fake, roots[v.root], v.kind)
-                    if v.fake is not None:  # what is recorded later means the new one
-                        v.fake._shardwise_value = other  # pyright: ignore[reportAttributeAccessIssue]
+                    fake = None if v.fake is None else laid_over(v.fake, *over[v.root])
+                    found[v] = other = Value(v.index, fake, roots[v.root], v.kind)
+                    if fake is not None:
+                        fake._shardwise_value = other  # pyright: ignore[reportAttributeAccessIssue]
         return found
 
     def lowered(self) -> Step:
@@ -254,6 +274,8 @@ def alike(x: Tensor | None, y: Tensor | None) -> bool:
     """Whether two tensors have the same dtype, device, shape and strides (those that count)."""
     if x is None or y is None:
         return x is y
+    if (x.is_conj(), x.is_neg()) != (y.is_conj(), y.is_neg()):
+        return False
     if (x.dtype, x.shape, x.device) != (y.dtype, y.shape, y.device):
         return False
     return not x.numel() or all(

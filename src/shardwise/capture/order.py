@@ -63,6 +63,24 @@ def dependencies(nodes: Sequence[Node]) -> list[list[int]]:
     return out
 
 
+def touched(nodes: Sequence[Node]) -> dict[int, list[int]]:
+    """For each memory the places of the nodes that read or write it, or name what lies in it, in order.
+
+    What is sent is read until the wait.
+    """
+    found: dict[int, list[int]] = {}
+    sent: dict[Value, set[int]] = {}
+    for at, n in enumerate(nodes):
+        roots = {*n.reads, *n.writes, *(v.root for v in (*n.inputs, *n.outs))}
+        if n.kind == "start":
+            sent[n.outs[0]] = {v.root for v in n.inputs}
+        elif n.kind == "wait":
+            roots |= sent.get(n.args[0], set())
+        for r in roots:
+            found.setdefault(r, []).append(at)
+    return found
+
+
 def followers(before: Sequence[Sequence[int]]) -> list[list[int]]:
     """The same the other way round: for each node those that must come after it."""
     out: list[list[int]] = [[] for _ in before]

@@ -19,8 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from shardwise.capture.ir import RNG, Node, Step, Value, flatten
-from shardwise.compat import storage_id
+from shardwise.capture.ir import PLACED, RNG, Node, Step, Value, flatten
 
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _EMPTY = {
@@ -50,7 +49,7 @@ def cut(
     pieces = {n for n in nodes if _writes_piece(n, views)}
 
     def inside(n: Node) -> bool:
-        return n not in pieces and compiles(n)
+        return n not in pieces and compiles(n) and not _is_lazy(n, views)
 
     nodes = list(_numbers_aside(nodes, inside))
     last = _last_needed(nodes, step.outputs, views)
@@ -84,10 +83,22 @@ def cut(
 
 def _is_view(n: Node) -> bool:
     """Whether a call only shows the memory of what it takes."""
-    if n.kind != "call" or n.writes or not n.outs or RNG in n.reads:
+    if n.kind != "call" or n.writes or not n.outs or RNG in n.reads or n.target in PLACED:
         return False
     roots = {v.root for v in n.inputs if v.kind == "tensor"}
     return all(v.root in roots for v in n.outs)
+
+
+def _is_lazy(n: Node, views: dict[Value, Node]) -> bool:
+    """Whether a call works on what only says that it is conjugated or negated: a compiler sees the numbers."""
+    todo = [*n.inputs, *n.outs]
+    while todo:
+        v = todo.pop()
+        if v.fake is not None and (v.fake.is_conj() or v.fake.is_neg()):
+            return True
+        if v in views:
+            todo += views[v].inputs
+    return False
 
 
 def _writes_piece(n: Node, views: dict[Value, Node]) -> bool:
@@ -242,10 +253,6 @@ def _share(takes: Sequence[Value], written: set[int]) -> bool:
             inside.setdefault(v.root, []).append(v)
     for values in inside.values():
         if len(values) > 1:
-            if (
-                len({storage_id(v.fake) for v in values}) > 1
-            ):  # a pass has put one in the other's place
-                return True
             ranges = sorted(map(_range, values))
             if any(end > start for (_, end), (start, _) in pairwise(ranges)):
                 return True

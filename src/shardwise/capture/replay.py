@@ -312,6 +312,7 @@ class _Replay:
         """Run, and leave behind what the step leaves behind."""
         step, effects = self.step, self.recording.effects
         parts: list[str] = []
+        moving = False  # what the user or the step puts there anew may lie otherwise
         for _, slot in step.step.inputs:
             if slot.role == "closed-over":
                 parts.append(self.name(slot.get(None)))
@@ -319,7 +320,11 @@ class _Replay:
                 parts.append(self.name(local_of(slot.cell.read())))
             else:
                 parts.append(f"{self.name(slot.get)}(leaves)")
+                moving |= slot.role in ("grad", "state")
         self.checks.append(f"inputs = [{', '.join(parts)}]")
+        if moving:
+            self.names["lies"] = step.lies
+            self.unless("lies(inputs)")
         self.names |= {"execute": step.execute, "wrap": wrap}
         self.body.append("outs = execute(inputs)")
         count = len(self.recording.results.places)

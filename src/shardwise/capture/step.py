@@ -32,6 +32,7 @@ from shardwise.capture.cost import is_heavy
 from shardwise.capture.inductor import Compiled, compiled
 from shardwise.capture.ir import Step
 from shardwise.capture.order import facts_of, settle
+from shardwise.capture.overlap import geometry_of
 from shardwise.capture.passes import COMPILED, DEFAULT, Pass, late_mean
 from shardwise.capture.record import LIFTED_NUMBERS, NewStateError, Recording, record
 from shardwise.capture.replay import MISS, replayer
@@ -160,7 +161,7 @@ class Captured:
             *_surroundings(state, own.lifted),
         )
         found = own.steps.get(key)
-        if found is None or not found.fits(memory):
+        if found is None or not found.fits(memory, leaves):
             found = self._capture(own, key, args, kwargs, where, memory)
             if found is None:
                 return self.fn(*args, **kwargs)
@@ -222,6 +223,7 @@ class Captured:
         if own.ignore(recording) or own.compare_arrays(recording):
             state = own.states[where] = own.look(self.fn, args, kwargs)
             key = own.key_for(key, state)
+        found.lie(tree_flatten((args, kwargs))[0])
         own.steps[key] = found
         return found
 
@@ -447,7 +449,8 @@ class CapturedStep:
         self._known = [x for _, x in recording.read]
         self._kinds = list(map(_kind, self._known))
         self._roots = self._of_state()
-        self._aliases = [self._roots.get(m[0]) for m in memory]
+        self._aliases = self._places(memory)
+        self._geometry, self._lies = geometry_of(step), None
         self._results = len(recording.results.places)
 
     def prepare(self, compiler: str | None) -> None:
@@ -462,10 +465,25 @@ class CapturedStep:
             self.compiled = compiled(self.step)
             self.execute = self.compiled.run
 
-    def fits(self, memory: Sequence[Any] = ()) -> bool:
+    def inputs(self, leaves: list[Any]) -> list[Any]:
+        """What it takes at a run."""
+        return [get(leaves) for get in self._getters]
+
+    def lie(self, leaves: list[Any]) -> None:
+        """Note how what it takes lies, as it was recorded."""
+        self._lies = self._geometry(self.inputs(leaves))
+
+    def lies(self, inputs: Sequence[Any]) -> bool:
+        """Whether what it takes lies as it was recorded."""
+        return self._geometry(inputs) == self._lies
+
+    def fits(self, memory: Sequence[Any], leaves: list[Any]) -> bool:
         """Whether the places that it reads still hold what they held, or the like; ``memory`` is the arguments'."""
         return (
-            self.fits_at(range(len(self._cells))) and self.in_place(memory) and self.guarded()
+            self.fits_at(range(len(self._cells)))
+            and self.in_place(memory)
+            and self.guarded()
+            and self.lies(self.inputs(leaves))
         )
 
     def fits_at(self, places: Iterable[int]) -> bool:
@@ -485,7 +503,11 @@ class CapturedStep:
 
     def in_place(self, memory: Sequence[Any]) -> bool:
         """Whether the arguments' memory is that of the same places as ever, or of none."""
-        return [self._roots.get(m[0]) for m in memory] == self._aliases
+        return self._places(memory) == self._aliases
+
+    def _places(self, memory: Sequence[Any]) -> list[Any]:
+        roots = self._roots
+        return [(roots[root], at) if root in roots else None for root, at in memory]
 
     def guarded(self) -> bool:
         """Whether hyperparameters compare with constants as they did."""
@@ -504,7 +526,7 @@ class CapturedStep:
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Run on the leaves of other arguments of the same kind."""
-        outs = self.execute([get(leaves) for get in self._getters])
+        outs = self.execute(self.inputs(leaves))
         self.recording.effects.apply(outs[self._results :], leaves)
         return self.recording.results.rebuild(outs, leaves)
 

@@ -182,8 +182,9 @@ def _together(step: Step, parts: list[list[Node]], kind: str) -> Step:
     bound: dict[Value, Value] = {}
     made: dict[int, list[Node]] = {}  # by part
     part_of: dict[int, int] = {}
+    sizes = _element_sizes(step)
     for i, part in enumerate(parts):
-        made[i], new, index = _one_message(step, part, kind, index)
+        made[i], new, index = _one_message(step, part, kind, index, sizes)
         bound.update(new)
         part_of.update({id(n): i for n in part})
     out: list[Node] = []
@@ -213,7 +214,7 @@ def _together(step: Step, parts: list[list[Node]], kind: str) -> Step:
 
 
 def _one_message(
-    step: Step, part: list[Node], kind: str, index: int
+    step: Step, part: list[Node], kind: str, index: int, element_sizes: dict[int, int]
 ) -> tuple[list[Node], dict[Value, Value], int]:
     """The nodes of a part's collective, what becomes of its results, the next free number."""
     starts = [start_of(n) for n in part]
@@ -239,7 +240,8 @@ def _one_message(
         n = len(ranks) if kind == "all_gather" else 1
         pieces = got.split([f.numel() // n for f in fakes if f is not None], -1)
         shaped = [p.reshape(f.shape) for p, f in zip(pieces, fakes) if f is not None]
-        return [_unpacked(n, p, rest) for n, p, rest in zip(part, shaped, rests)]
+        most = [element_sizes[n.outs[0].root] for n in part]
+        return [_unpacked(n, p, r, size) for n, p, r, size in zip(part, shaped, rests, most)]
 
     made = {v for rest in rests for b in rest for v in b.outs}
     others = [
@@ -260,7 +262,17 @@ def _one_message(
     return [*before, *nodes], bound, index
 
 
-def _unpacked(n: Node, piece: Tensor, rest: tuple[Node, ...]) -> Tensor:
+def _element_sizes(step: Step) -> dict[int, int]:
+    """For each memory the bytes of the largest elements that it is seen in: a piece has to begin at one."""
+    found: dict[int, int] = {}
+    for n in step.nodes:
+        for v in n.outs:
+            if v.fake is not None:
+                found[v.root] = max(found.get(v.root, 1), v.fake.element_size())
+    return found
+
+
+def _unpacked(n: Node, piece: Tensor, rest: tuple[Node, ...], element_size: int) -> Tensor:
     """What a move gives, from what has arrived for it: the calls after its wait, on other memory and strides."""
     if rest[1:] and not any(b.target is torch.ops.aten.clone.default for b in rest):
         piece = piece.contiguous()  # as it would have arrived alone; else it is copied later
@@ -272,7 +284,8 @@ def _unpacked(n: Node, piece: Tensor, rest: tuple[Node, ...]) -> Tensor:
         known.update(zip(b.outs, made if isinstance(made, (tuple, list)) else [made]))
     whole, alone = known[n.outs[0]], n.outs[0].fake
     assert alone is not None, "a move gives a tensor"
-    if alike(whole, alone):
+    start = whole.storage_offset() * whole.element_size()
+    if alike(whole, alone) and start % element_size == 0:
         return whole
-    # what follows has been recorded by its strides
+    # what follows has been recorded by its strides, and may see it in another dtype
     return whole.new_empty_strided(alone.shape, alone.stride()).copy_(whole)

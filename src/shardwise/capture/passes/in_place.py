@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.capture.ir import Node, Step
+from shardwise.capture.order import touched
 from shardwise.capture.tape import starter
 
 
@@ -12,16 +13,16 @@ def in_place(step: Step) -> Step:
     """Let all-reduces take over memory that nobody reads later. Moves are lowered."""
     nodes = list(step.lowered().nodes)
     kept = {v.root for v, _ in step.inputs} | {v.root for v in step.outputs}
-    last: dict[int, int] = {}
-    for at, n in enumerate(nodes):
-        last.update(dict.fromkeys(n.reads | n.writes, at))
-        last.update((v.root, at) for v in (*n.inputs, *n.outs))
+    places = touched(nodes)
+    waits = {n.args[0]: at for at, n in enumerate(nodes) if n.kind == "wait"}
     done = False
     for at, n in enumerate(nodes):
         if n.kind != "start" or n.info["kind"] != "all_reduce" or n.info.get("owned"):
             continue
         root = n.args[0].root
-        if root not in kept and last[root] == at:
+        # another collective that is under way may be sending it, too
+        later = [p for p in places[root] if p > at and p != waits.get(n.outs[0])]
+        if root not in kept and not later:
             nodes[at], done = _owning(n, root), True
     return step.with_nodes(nodes) if done else step
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from shardwise.capture.ir import Node, Step, Value, users
 from shardwise.capture.order import together
 from shardwise.comm.execute import mover
+from shardwise.layout.layout import Layout
 
 
 def redundant_moves(step: Step) -> Step:
@@ -68,11 +69,13 @@ class _Facts:
         step: The step.
         uses: For each value the places of the nodes that take it.
         written: For each root the places of the nodes that write it.
+        given: Roots of what is handed out: the user may write to it.
     """
 
     step: Step
     uses: dict[Value, list[int]]
     written: dict[int, list[int]]
+    given: frozenset[int]
 
     @classmethod
     def of(cls, step: Step) -> _Facts:
@@ -80,7 +83,8 @@ class _Facts:
         for at, n in enumerate(step.nodes):
             for r in n.writes:
                 written.setdefault(r, []).append(at)
-        return cls(step, users(step.nodes), written)
+        given = frozenset([v.root for v in step.outputs])
+        return cls(step, users(step.nodes), written, given)
 
     def quiet(self, root: int, after: int, before: int | None = None) -> bool:
         """Whether nothing writes a root after a place, and before another if one is given."""
@@ -99,17 +103,24 @@ def _steady(facts: _Facts, before: int, at: int) -> bool:
     return facts.quiet(origin.root, before, at) and facts.quiet(between.root, before, at)
 
 
+def _continues(there: Layout, back: Layout) -> bool:
+    """Whether what has arrived is taken for what it is: a local tensor may have been given another layout."""
+    return there.with_dtype(back.dtype) is back
+
+
 def _undone(facts: _Facts, before: int, at: int) -> bool:
     """Whether the second move brings back what the first has taken."""
     nodes = facts.step.nodes
     origin, _, end = _pair(facts, before, at)
-    src, dst = nodes[before].info["mover"].src, nodes[at].info["mover"].dst
+    there, back = nodes[before].info["mover"], nodes[at].info["mover"]
+    src, dst = there.src, back.dst
     return (
-        src.dims == dst.dims
+        _continues(there.dst, back.src)
+        and (src.dims, src.shape) == (dst.dims, dst.shape)
         and src.partial == dst.partial
         and src.mesh is dst.mesh
         and not src.is_partial
-        and end not in facts.step.outputs
+        and end.root not in facts.given
         and _steady(facts, before, at)
         and facts.quiet(origin.root, at)
         and facts.quiet(end.root, at)
@@ -125,7 +136,7 @@ def _direct(facts: _Facts, before: int, at: int, index: int) -> tuple[Node | Non
     src, dst = there.src, back.dst
     same = src.dims == dst.dims and src.partial == dst.partial
     alone = facts.uses.get(between, []) == [at] and between not in step.outputs
-    if same or not alone or src.mesh is not dst.mesh or back.src.mesh is not src.mesh:
+    if same or not alone or src.mesh is not dst.mesh or not _continues(there.dst, back.src):
         return None, index
     if not _steady(facts, before, at):
         return None, index
@@ -151,4 +162,5 @@ def _alike(a: Value, b: Value) -> bool:
         and a.fake.stride() == b.fake.stride()
         and a.fake.storage_offset() == b.fake.storage_offset()
         and a.fake.dtype == b.fake.dtype
+        and (a.fake.is_conj(), a.fake.is_neg()) == (b.fake.is_conj(), b.fake.is_neg())
     )

@@ -39,7 +39,7 @@ def _sent(step: Step) -> Step:
         parts = [p for v in n.args[0] if (p := _scaled(step, v, uses, made)) is not None]
         if len(parts) < max(2, len(n.args[0])) or len({repr(p.number) for p in parts}) > 1:
             continue
-        if any(_is_written(step, p, at) for p in parts):
+        if any(_is_written(step, p, at) for p in parts) or _promotes(n):
             continue
         shapes = [v.fake.shape for v in n.args[0]]
 
@@ -100,6 +100,11 @@ def _like(source: Value, product: Value, *, whole: bool = True) -> bool:
         and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         and (not whole or a.untyped_storage().nbytes() == source.nbytes)
     )
+
+
+def _promotes(cat: Node) -> bool:
+    """Whether parts are of another dtype than what they are joined to: each is rounded in its own."""
+    return len({v.fake.dtype for v in (*cat.args[0], *cat.outs)}) > 1
 
 
 def _is_written(step: Step, part: _Part, before: int) -> bool:

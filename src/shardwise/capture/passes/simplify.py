@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.capture.ir import OUTSIDE, RNG, Node, Slot, Step, Value, flatten, values_in
-from shardwise.compat import storage_id
+from shardwise.capture.order import touched
 
 _ATEN = torch.ops.aten
 _EMPTY = {
@@ -59,9 +59,6 @@ def _geometry(v: Value) -> Any:
     assert t is not None, "only tensors have a geometry"
     return (
         v.root,
-        storage_id(
-            t
-        ),  # a pass may have put it into other memory: then its offset is one in what it was in before
         t.shape,
         t.stride(),
         t.storage_offset(),
@@ -73,7 +70,12 @@ def _geometry(v: Value) -> Any:
 
 
 def views(step: Step) -> Step:
-    """A view that shows what another value shows already is that value (``detach``, ``t`` of ``t``)."""
+    """A view that shows what another value shows already is that value (``detach``, ``t`` of ``t``).
+
+    What is handed out stays an object of its own: not one that the user has given or gets beside it.
+    """
+    outputs = set(step.outputs)
+    taken = {v for v, _ in step.inputs} | outputs
     known: dict[Any, Value] = {_geometry(v): v for v, _ in step.inputs if v.fake is not None}
     new: dict[Value, Value] = {}
     nodes: list[Node] = []
@@ -81,8 +83,10 @@ def views(step: Step) -> Step:
         pure = n.kind == "call" and not n.writes and n.outs
         if pure:
             same = [known.get(_geometry(v)) for v in n.outs]
-            if all(s is not None for s in same):
+            own = [s for v, s in zip(n.outs, same) if v in outputs]
+            if all(s is not None for s in same) and taken.isdisjoint(own):
                 new.update({v: s for v, s in zip(n.outs, same) if s is not None})
+                taken.update(s for s in own if s is not None)
                 continue
         for v in n.outs:
             if v.fake is not None:
@@ -178,41 +182,31 @@ def _frozen(x: Any) -> Any:
 def copies(step: Step) -> Step:
     """A copy of what nobody looks at afterwards is the original (autograd copies what it cannot take over)."""
     nodes = list(step.nodes)
-    last: dict[int, int] = {}
-    for at, n in enumerate(nodes):
-        for r in n.reads | n.writes:
-            last[r] = at
-    forever = {v.root for v, _ in step.inputs} | {v.root for v in step.outputs}
+    places_of = touched(nodes)
+    last = {r: places[-1] for r, places in places_of.items()}
+    handed_out = {v.root for v in step.outputs}
+    forever = {v.root for v, _ in step.inputs} | handed_out
     made = {v: at for at, n in enumerate(nodes) for v in n.outs}
-    touched: dict[int, list[int]] = {}
-    for at, n in enumerate(nodes):
-        for r in n.reads | n.writes:
-            touched.setdefault(r, []).append(at)
-    by_root: dict[int, list[Value]] = {}
-    for v in made:
-        by_root.setdefault(v.root, []).append(v)
     new: dict[Value, Value] = {}
+    moved: set[int] = set()  # memory that has become another's
     gone: set[int] = set()
     for at, n in enumerate(nodes):
-        pair = _copied(n, at, nodes, made, touched)
+        pair = _copied(n, at, nodes, made, places_of)
         if pair is None:
             continue
         dst, src, places = pair
-        if src in new or dst in new or src.root in forever or last[src.root] > at:
+        if src.root in moved or src.root in forever or last[src.root] > at:
             continue
         if not _same_memory(dst, src):
             continue
         new[dst] = src
+        moved.add(dst.root)
         gone.update(places)
         last[src.root] = last.get(dst.root, at)
-        if dst.root in {v.root for v in step.outputs}:
+        if dst.root in handed_out:
             forever.add(src.root)
-        for v in by_root.get(dst.root, ()):  # views of the copy: the same views of the original
-            if v is not dst:
-                new[v] = Value(v.index, v.fake, src.root)
-        by_root.setdefault(src.root, []).extend(by_root.pop(dst.root, ()))
     kept = [n for at, n in enumerate(nodes) if at not in gone]
-    return step.with_nodes(kept).substituted(_closed(new))
+    return step.with_nodes(kept).substituted(new)
 
 
 def _copied(
@@ -220,7 +214,7 @@ def _copied(
     at: int,
     nodes: list[Node],
     made: dict[Value, int],
-    touched: dict[int, list[int]],
+    places_of: dict[int, list[int]],
 ) -> tuple[Value, Value, tuple[int, ...]] | None:
     """The copy, the original and the places of the nodes, if a node only copies."""
     if n.kind != "call":
@@ -233,7 +227,7 @@ def _copied(
         if not (isinstance(dst, Value) and isinstance(src, Value)) or dst not in made:
             return None
         first = made[dst]
-        if nodes[first].target in _EMPTY and touched[dst.root][:2] == [first, at]:
+        if nodes[first].target in _EMPTY and places_of[dst.root][:2] == [first, at]:
             return dst, src, (first, at)
     return None
 
