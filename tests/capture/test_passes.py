@@ -444,6 +444,38 @@ def test_what_is_scaled_differently_or_looked_at_is_scaled_alone() -> None:
     assert muls(overwritten) == ["mul", "mul_", "mul"]
 
 
+def test_only_what_has_arrived_and_nobody_else_reads_is_scaled_where_it_lies() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+        def given(x: Any, y: Any, s: Any) -> Any:
+            a, b = x.split([3, 3])
+            return a * s, b * s
+
+        def looked_at(x: Any, y: Any, s: Any) -> Any:
+            x = x + 1
+            a, b = x.split([3, 3])
+            return a * s, b * s, x.sum()
+
+        def another_factor(x: Any, y: Any, s: Any) -> Any:
+            s = s + 1
+            a, b, c = (to(on(mesh, P, 3) * k, R).to_local() for k in (y, s, x[0]))
+            a = a * s
+            s.add_(1)
+            return a, b * s, c
+
+        for step in (given, looked_at, another_factor):
+            captured = capture(step)
+            for _ in range(3):
+                x, y, s = torch.ones(6), torch.tensor(3.0), torch.tensor(2.0)
+                got = captured(x, y, s)
+                assert torch.equal(x, torch.ones(6))
+                for a, b in zip(got, step(x, y, s), strict=True):
+                    assert torch.equal(a, b)
+
+    simulate(run, world_size=2)
+
+
 def test_parts_of_several_dtypes_are_rounded_each_in_its_own() -> None:
     def run() -> None:
         def step(x: Any) -> Any:

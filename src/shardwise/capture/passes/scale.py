@@ -104,7 +104,8 @@ def _like(source: Value, product: Value, *, whole: bool = True) -> bool:
 
 def _promotes(cat: Node) -> bool:
     """Whether parts are of another dtype than what they are joined to: each is rounded in its own."""
-    return len({v.fake.dtype for v in (*cat.args[0], *cat.outs)}) > 1
+    fakes = [v.fake for v in (*cat.args[0], *cat.outs) if v.fake is not None]
+    return len({f.dtype for f in fakes}) > 1
 
 
 def _is_written(step: Step, part: _Part, before: int) -> bool:
@@ -114,17 +115,23 @@ def _is_written(step: Step, part: _Part, before: int) -> bool:
 
 def _arrived(step: Step) -> Step:
     uses = users(step.nodes)
+    waited = {n.outs[0] for n in step.nodes if n.kind == "wait"}  # memory that nobody else has
     instead: dict[int, list[Node]] = {}
     new: dict[Value, Value] = {}
     index = step.next_index
     for n in step.nodes:
         if n.target is not _ATEN.split_with_sizes.default or n.args[0].fake.ndim != 1:
             continue
+        if n.args[0] not in waited or len(uses[n.args[0]]) > 1 or n.args[0] in step.outputs:
+            continue
         sizes = list(n.args[1])
         muls = {i: at for i, v in enumerate(n.outs) if (at := _multiplied(step, v, uses)) >= 0}
         first, last = min(muls, default=0), max(muls, default=0)
         factors = {step.nodes[at].args[1] for at in muls.values()}
         if len(factors) != 1 or len(muls) != last - first + 1 or len(muls) < 2:
+            continue
+        between = step.nodes[min(muls.values()) : max(muls.values())]
+        if any(f.root in m.writes for f in factors for m in between):
             continue
         start, end = sum(sizes[:first]), sum(sizes[: last + 1])
 
