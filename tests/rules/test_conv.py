@@ -229,3 +229,12 @@ def test_pad(mode: str) -> None:
             grad=False,
         )
         assert bytes_moved(lambda x: F.pad(x, (0, 0, 1, 1)), [x], (2,), ((S(3),),)) == 0
+
+
+def test_complex_numbers() -> None:
+    def convolved(x: Any, w: Any) -> Any:
+        plain = F.conv1d(x, w, padding=1), F.conv1d(x[0], w)
+        return *plain, F.conv_transpose1d(x, w.transpose(0, 1), stride=2)
+
+    x, w = (torch.complex(rand(*s), rand(*s).flip(0)) for s in ((3, 2, 5), (4, 2, 3)))
+    assert not sweep(convolved, x, w, meshes=((4,), (2, 2)), extra=2)

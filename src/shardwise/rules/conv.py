@@ -237,6 +237,11 @@ def _edges(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     return y[:0].sum()
 
 
+# By the number of spatial dims. `torch.convolution` knows no complex numbers.
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+
+
 class _Pieces:
     """The local program of one call: rows of the neighbours, then the convolution of what is here.
 
@@ -349,11 +354,12 @@ class _Pieces:
                 x, pads[d] = _surround(x, at + 1 + d, before, behind), (0, 0)
 
         def call(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-            x = x if at else x.unsqueeze(0)
-            y = torch.convolution(
-                x, weight, bias, how.stride, [p for p, _ in pads], how.dilation, how.transposed, extra, groups
-            )  # fmt: skip
-            return y if at else y.squeeze(0)
+            padding = [p for p, _ in pads]
+            if how.transposed:
+                run = _TRANSPOSED[len(pads) - 1]
+                return run(x, weight, bias, how.stride, padding, extra, groups, how.dilation)
+            run = _CONVOLUTIONS[len(pads) - 1]
+            return run(x, weight, bias, how.stride, padding, how.dilation, groups)
 
         ratio = self.ratio
         here = weight.shape[0]
