@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
     DTensor,
@@ -251,3 +252,35 @@ def test_what_was_a_view_of_a_tensor_before_it_was_transposed_in_place() -> None
         x = torch.randn(3, 3)
         for wanted, got in zip(step(x), captured(x), strict=True):
             assert torch.equal(wanted, got)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for _ in range(3):
+            x = checkpoint(self.block, x.tanh(), use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_gradient_that_comes_in_parts_is_whole(plain: bool) -> None:
+    """Reentrant checkpoints run a backward each; a module that is called again has a part in each of them."""
+
+    def make(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        model = data_parallel(Twice(), mesh)
+        x: Any = torch.randn(5, 4)
+        x = x + rank if plain else distribute_tensor(x, mesh, [Shard(0)])
+
+        def step() -> Any:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            return ()
+
+        return step, model
+
+    as_eager(make)

@@ -294,7 +294,9 @@ class Reducers:
     def __init__(self, parts: list[Reducer]) -> None:
         self.parts = parts
         self._task: int | None = None
-        self._noted_sums: list[tuple[Slot, Tensor]] = []
+        self._noted_sums: dict[
+            Slot, tuple[Tensor, Tensor]
+        ] = {}  # what this rank has, and the sum
         self._remove = [self._hook(part, slot) for part in parts for slot in part.slots]
 
     def _hook(self, part: Reducer, slot: Slot) -> Callable[[], None]:
@@ -360,20 +362,27 @@ class Reducers:
         g = slot.local.grad if slot.leaf is None else slot.leaf.pending
         assert g is not None, "a hook runs after a gradient has come"
         slot.drop()
+        queued = bool(self._noted_sums)
+        before = self._noted_sums.pop(slot, None)
+        if before is not None:  # it comes in parts: the sum of some of them is not needed
+            g = before[0] + g
+        own = g
         if slot.scale != 1:
             g = g * slot.scale
 
         def summed(x: Tensor) -> Tensor:
             return part.transport.all_reduce(x, part.ranks, "sum", tag=part.tag)
 
-        if not self._noted_sums:
+        if not queued:
             queue_callback(self._give_noted)
-        self._noted_sums.append((slot, tape.block(f"sum over {part.tag}", g, summed)))
+        self._noted_sums[slot] = own, tape.block(f"sum over {part.tag}", g, summed)
 
     def _give_noted(self) -> None:
         """Nothing uses one sum before all are there, so that they may travel together."""
-        noted, self._noted_sums = self._noted_sums, []
-        for slot, g in noted:
+        if not self._noted_sums or left_to_outer_backward(self._give_noted):
+            return
+        noted, self._noted_sums = self._noted_sums, {}
+        for slot, (_, g) in noted.items():
             slot.give(g)
 
     def _end(self) -> None:
@@ -392,5 +401,5 @@ class Reducers:
 
     def forget(self) -> None:
         """What a backward that raised has left behind."""
-        if self._task is not None and current_graph_task() < 0:
-            self._task = None
+        if current_graph_task() < 0:
+            self._task, self._noted_sums = None, {}
