@@ -201,7 +201,8 @@ def test_gathered_dims_of_one_travel_together() -> None:
         x, y = (DTensor.from_local(p, mesh, [Shard(1)], run_check=False) for p in pieces)
 
         def fn(x: Any, y: Any) -> Any:
-            return tuple(to(t, R).view(-1) for t in (x, y))
+            whole = [to(t, R) for t in (x, y)]
+            return tuple(t.view(-1) for t in whole)
 
         step = capture(fn)
         for _ in range(3):

@@ -24,6 +24,7 @@ from shardwise.capture.ir import Node, Step, Value, alike, substitute
 from shardwise.capture.order import Late, is_scalar, readiness, together
 from shardwise.route.cost import Profile
 
+_ATEN = torch.ops.aten
 CAP_BYTES = 25 * 2**20  # where nothing is known of the network
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -274,8 +275,9 @@ def _element_sizes(step: Step) -> dict[int, int]:
 
 def _unpacked(n: Node, piece: Tensor, rest: tuple[Node, ...], element_size: int) -> Tensor:
     """What a move gives, from what has arrived for it: the calls after its wait, on other memory and strides."""
-    if rest[1:] and not any(b.target is torch.ops.aten.clone.default for b in rest):
-        piece = piece.contiguous()  # as it would have arrived alone; else it is copied later
+    first = [b.target for b in rest[1:3]]
+    if first and first != [_ATEN.permute.default, _ATEN.clone.default]:
+        piece = piece.contiguous()  # as it would have arrived alone; else it is copied next
     known: dict[Value, Any] = {rest[0].outs[0]: piece}
     for b in rest[1:]:
         fakes = {v: known.get(v, v.fake) for v in b.inputs}
