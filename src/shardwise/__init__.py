@@ -39,6 +39,8 @@ from shardwise.tensor.gradients import no_sync
 from shardwise.tensor.local_map import local_map
 from shardwise.tensor.many import explain_redistribute, redistribute_many, redistribute_state
 
+__version__ = "0.1.0"
+
 _DOORS = ("debug", "device_mesh", "experimental", "parallel", "placement_types", "testing")
 
 
