@@ -214,33 +214,38 @@ def hide_from_dynamo(package: str, *deep: Any) -> None:
 
     Args:
         package: Its name.
-        *deep: Functions below which nothing is compiled either, and at whose calls the graph breaks.
+        *deep: See `break_graph`.
     """
-    from torch._C._dynamo.eval_frame import (
-        _FrameAction,
-        _FrameExecStrategy,
-        set_code_exec_strategy,
-    )
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 
-    skip, default = _FrameAction.SKIP, _FrameAction.DEFAULT
-    shallow, whole = _FrameExecStrategy(skip, default), _FrameExecStrategy(skip, skip)
-
-    def mark(code: Any, strategy: Any) -> None:
-        set_code_exec_strategy(code, strategy)
-        for inner in code.co_consts:
-            if isinstance(inner, types.CodeType):
-                mark(inner, strategy)
-
+    shallow = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(package + "."):
             for value in list(vars(module).values()):
                 if getattr(value, "__module__", None) == name:
                     members = vars(value).values() if isinstance(value, type) else (value,)
                     for code in _codes(members):
-                        mark(code, shallow)
+                        _run_as(code, shallow)
     for function in deep:
-        function._torchdynamo_disable = True
-        mark(function.__code__, whole)
+        break_graph(function)
+
+
+def break_graph(function: Any) -> Any:
+    """The function, at whose calls a graph of ``torch.compile`` breaks, and below which nothing is compiled either."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+
+    function._torchdynamo_disable = True
+    _run_as(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
+def _run_as(code: Any, strategy: Any) -> None:
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+
+    set_code_exec_strategy(code, strategy)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            _run_as(inner, strategy)
 
 
 def _codes(members: Any) -> Any:

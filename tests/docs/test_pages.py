@@ -76,6 +76,11 @@ model_state = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
 """,
     ("docs/models.md", 0): LLAMA,
     ("docs/models.md", 1): "model, ids = LlamaForCausalLM(config), torch.randint(32, (4, 6))",
+    ("docs/migration.md", 0): BLOCKS
+    + """
+model = Block()
+batches = [torch.randn(2, 4) for _ in range(4)]
+""",
     ("docs/parallel.md", 0): BLOCKS,
     ("docs/parallel.md", 1): "width, heads, kv_heads = 24, 6, 3",
     ("docs/redistribute.md", 0): """
@@ -107,6 +112,9 @@ AFTER = {
     ("docs/checkpoint.md", 1): """
 for key, value in model.state_dict().items():
     assert torch.equal(model_state[key].full_tensor(), value.full_tensor())
+""",
+    ("docs/migration.md", 0): """
+assert optimizer_state["state"]["up.weight"]["step"] == 2
 """,
     ("docs/models.md", 0): """
 assert model.model.layers[0].mlp.up_proj.weight.grad.placements == (Replicate(), Shard(0))

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.errors import CaptureError, LayoutError, UnsupportedError
@@ -320,3 +321,55 @@ def test_gradients_that_wait_do_not_cross_a_captured_step(first, how):
             call(1, not first)
 
     on(2, fn)
+
+
+class Checkpointed(nn.Module):
+    """As torch's ``checkpoint_wrapper``: what is within runs again in backward, the wrapper does not."""
+
+    def __init__(self, within, reentrant):
+        super().__init__()
+        self.within, self.reentrant = within, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.within, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("again", [None, False])
+def test_a_checkpoint_within_a_sharded_module(reentrant, again):
+    def fn(r, mesh):
+        model = net()
+        for i, part in enumerate(model):
+            model[i] = fully_shard(
+                Checkpointed(part, reentrant), mesh, reshard_after_forward=again
+            )
+        fully_shard(model, mesh)
+        for _ in range(2):
+            model.zero_grad()
+            x = batch(0, 2)[1][r].requires_grad_()
+            model(x).square().mean().backward()
+            assert all(isinstance(p, shardwise.DTensor) for p in model.parameters())
+        return grads(model)
+
+    for got in on(2, fn):
+        close(got, plain_grads(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at .grad of what is no leaf
+@pytest.mark.parametrize("how", ["compile", "torch.compile"])
+def test_compiled_modules(how):
+    """The hooks run as they are; what lies between them may be compiled."""
+
+    def fn(r, mesh):
+        model = net()
+        for part in model:
+            part.compile(backend="eager") if how == "compile" else None
+            fully_shard(part, mesh)
+        fully_shard(model, mesh)
+        run = model if how == "compile" else torch.compile(model, backend="eager")
+        run(batch(0, 2)[1][r]).square().mean().backward()
+        return grads(model)
+
+    for got in on(2, fn):
+        close(got, plain_grads(1, 2))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.meshes import as_mesh
 from shardwise.comm.transport import Transport, current
+from shardwise.compat import break_graph
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
@@ -196,6 +197,7 @@ class DataParallel:
             known[key] = tuple(rank for row in rows for rank in row)
         return known[key]
 
+    @break_graph
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before forward: clear up after a backward that raised, lay out for DTensors, send buffers."""
         self.reducers.forget()

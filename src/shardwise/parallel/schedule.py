@@ -143,7 +143,7 @@ class Group:
         self.reshard, self.early = reshard, early
         self.requires_sync = self.requires_all_reduce = True
         self.divide: float | None = None
-        self.ahead, self.inside = False, 0
+        self.ahead, self.inside, self._shown = False, 0, False
         self.around: tuple[Callable[..., Any], Callable[..., Any]] = (_nothing, _nothing)
         self._number = transport.state["groups"] = transport.state.get("groups", 0) + 1
         self.schedule: Schedule | None = None
@@ -218,7 +218,7 @@ class Group:
                 self.flats, lambda p: whole_layout(p, self.mesh, key), done, self.transport
             )
             self._faces[key] = face
-        self.face = face
+        self.face, self._shown = face, True
         for p, whole in face.tensors:
             for module, name in p.owners:
                 module._parameters[name] = whole  # pyright: ignore[reportArgumentType]
@@ -227,8 +227,9 @@ class Group:
 
     def hide(self) -> None:
         """Put the sharded parameters back."""
-        if self.face is None:
+        if self.face is None or not self._shown:
             return
+        self._shown = False
         for p, _ in self.face.tensors:
             for module, name in p.owners:
                 module._parameters[name] = p.param  # pyright: ignore[reportArgumentType]
@@ -257,6 +258,7 @@ class Group:
         """All gradients are there, or backward is elsewhere: send them, free the parameters."""
         schedule = self.schedule
         assert schedule is not None, "backward comes after forward"
+        self.hide()
         frozen = any(not leaf.requires_grad for flat in self.flats for leaf in flat.leaves)
         if self.reshard and not frozen:
             self.free()  # first, then there is room for what is sent
@@ -492,6 +494,7 @@ class Schedule:
         if not group.entered:
             group.begin_backward()
         group.make_whole()
+        group.show(self.key)  # what runs again inside of a checkpointed module reads them there
         self._waiting = self._before(group)
 
     def _before(self, group: Group) -> Group | None:
@@ -584,6 +587,7 @@ class Schedule:
         self._task = None
         self._inflight, self._late, self._waiting = [], {}, None
         for group in self.groups:
+            group.hide()
             group.free()
             group.calls, group.missing = 0, 0
             group.entered = group.sent = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.meshes import as_mesh
 from shardwise.comm.transport import Transport, current
+from shardwise.compat import break_graph
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import boxes
 from shardwise.layout.cut import renumbered, within
@@ -333,7 +334,7 @@ def _hook(group: Group, policy: MixedPrecisionPolicy) -> None:
         group.schedule.exit(group, out)
         return cast
 
-    group.around = before, after
+    group.around = break_graph(before), break_graph(after)
     group.module.register_forward_pre_hook(before, with_kwargs=True)
     group.module.register_forward_hook(after, always_call=True)
 

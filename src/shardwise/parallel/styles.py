@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.compat import break_graph
 from shardwise.errors import LayoutError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
@@ -122,8 +123,8 @@ class _Features(ParallelStyle):
         def after(_: nn.Module, args: tuple[Any, ...], y: DTensor) -> Tensor:
             return out(y, mesh, gives)
 
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
+        module.register_forward_pre_hook(break_graph(before))
+        module.register_forward_hook(break_graph(after))
 
 
 class ColwiseParallel(_Features):
@@ -239,8 +240,8 @@ class SequenceParallel(ParallelStyle):
         def after(_: nn.Module, args: tuple[Any, ...], y: DTensor) -> Tensor:
             return left(y, mesh, cut) if local else y
 
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
+        module.register_forward_pre_hook(break_graph(before))
+        module.register_forward_hook(break_graph(after))
 
 
 def _each(layouts: Layouts) -> tuple[Placement | None, ...]:
@@ -333,7 +334,7 @@ class PrepareModuleInput(ParallelStyle):
                     kwargs[name] = _taken(kwargs[name], mesh, g, w, local)
             return args, kwargs
 
-        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_pre_hook(break_graph(before), with_kwargs=True)
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -370,7 +371,7 @@ class PrepareModuleOutput(ParallelStyle):
             done = [_returned(y, mesh, g, w, local) for y, (g, w) in zip(values, pairs)]
             return type(out)(done) if several else done[0]
 
-        module.register_forward_hook(after)
+        module.register_forward_hook(break_graph(after))
 
 
 class PrepareModuleInputOutput(ParallelStyle):
