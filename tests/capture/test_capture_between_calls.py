@@ -431,6 +431,45 @@ def test_results_that_were_there_before_are_the_same_objects() -> None:
     same(case)
 
 
+def test_gradients_that_are_returned_are_those_of_the_parameters() -> None:
+    def case(wrap: Any) -> Any:
+        torch.manual_seed(0)
+        models = linear(), distribute_module(nn.Linear(4, 3), mesh(), cut)
+
+        def step(x: Any, keep: bool) -> Any:
+            out = []
+            for model in models:
+                model.zero_grad()
+                model(x).square().mean().backward()
+                out += [p.grad for p in model.parameters()]
+                if not keep:
+                    model.zero_grad()
+            return out
+
+        step, out, kept = wrap(step), [], []
+        for i in range(8):
+            grads = step(noise(), i % 2 == 0)
+            params = [p for model in models for p in model.parameters()]
+            out.append([g is p.grad for g, p in zip(grads, params)])
+            out.append(whole(grads))
+            if i > 4:
+                for g in grads:
+                    g.mul_(2)
+            kept.append(grads)
+            out += [weights(model) for model in models]
+        assert all(out[0])
+        return [*out, whole(kept)]
+
+    same(case)
+
+
+def cut(name: str, module: nn.Module, mesh: Any) -> None:
+    for key, p in module.named_parameters(recurse=False):
+        module.register_parameter(
+            key, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+        )
+
+
 def test_a_result_that_is_a_copied_view_of_another_is_not_written_to() -> None:
     def run() -> None:
         step = capture(lambda x: (x[1], (x * 2)[1], x.t()))

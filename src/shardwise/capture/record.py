@@ -311,7 +311,7 @@ def _record(
                     check()
                 _check_data(tape, data)
                 _check_arguments(tape, own, tree_flatten((own_args, own_kwargs))[0])
-                results, outs = _results(tape, got, own, cells)
+                results, outs = _results(tape, got, own, cells, state)
                 new = aftermath.places(tape, cells)
                 news = [(c, None) for c in new]
                 effects, more = _effects(tape, [*zip(cells, before), *news], shown)
@@ -563,10 +563,10 @@ def _now(x: Tensor) -> Tensor:
 
 
 def _results(
-    tape: Tape, result: Any, arguments: list[Any], cells: list[Cell]
+    tape: Tape, result: Any, arguments: list[Any], cells: list[Cell], state: State
 ) -> tuple[Results, list[Value]]:
     leaves, tree = tree_flatten(result)
-    finders = _finders(arguments, cells)
+    finders = _gradient_finders(state) | _finders(arguments, cells)
     first: dict[int, int] = {}
     places: list[int] = []
     outs: list[Value] = []
@@ -615,6 +615,19 @@ def _finders(arguments: list[Any], cells: list[Cell]) -> dict[int, Callable[[lis
     for i, x in enumerate(arguments):
         if isinstance(x, Tensor):
             found[id(x)] = lambda leaves, i=i: leaves[i]
+    return found
+
+
+def _gradient_finders(state: State) -> dict[int, Callable[[list[Any]], Any]]:
+    """The same for gradients as parameters show them: a result that is one is the parameter's after each run."""
+    found: dict[int, Callable[[list[Any]], Any]] = {}
+    for p in state.all_parameters:
+        leaf = leaf_of(p._local) if isinstance(p, DTensor) else None
+        pending = leaf is not None and leaf.pending is not None
+        for c in () if pending else shown_cells([p]):
+            x = c.read()
+            if x is not None and x is p.grad:
+                found[id(x)] = lambda _, p=p: p.grad
     return found
 
 
