@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
     DTensor,
+    Replicate,
     Shard,
     capture,
     distribute_tensor,
@@ -284,3 +285,45 @@ def test_a_gradient_that_comes_in_parts_is_whole(plain: bool) -> None:
         return step, model
 
     as_eager(make)
+
+
+def test_gathers_whose_results_are_viewed_before_they_are_copied_travel_together() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for shape, there, back in (
+            ((8,), [Shard(0), Replicate()], [Replicate(), Shard(0)]),
+            ((8,), [Shard(0), Shard(0)], [Replicate(), Shard(0)]),
+            ((4, 8), [Shard(1), Shard(0)], [Shard(1), Shard(1)]),
+        ):
+            x, y = (distribute_tensor(torch.randn(shape), mesh, there) for _ in range(2))
+
+            def step(x: Any = x, y: Any = y, back: Any = back) -> Any:
+                return x.redistribute(placements=back) * 2, y.redistribute(placements=back) * 3
+
+            captured = capture(step)
+            for _ in range(3):
+                for wanted, got in zip(step(), captured(), strict=True):
+                    assert torch.equal(wanted.to_local(), got.to_local())
+
+    simulate(run, 4)
+
+
+def test_a_rank_that_holds_nothing_of_a_parameter_need_not_read_it() -> None:
+    def make(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (4,))
+        model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Conv2d(3, 1, 1))
+        for module in model:
+            for name, p in list(module.named_parameters()):
+                setattr(
+                    module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+                )
+        x = distribute_tensor(torch.randn(4, 1, 4, 4), mesh, [Shard(0)])
+
+        def step() -> Any:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            return ()
+
+        return step, model
+
+    as_eager(make, 4)

@@ -21,6 +21,8 @@ def lines_of(step: Step) -> list[str]:
     """What all ranks must have alike, in order, one line each."""
     lines = []
     for value, slot in step.inputs:
+        if slot.layout is not None and slot.layout.has_empty():
+            continue  # a rank that holds nothing of it may not need it
         if slot.layout is not None:
             shape = list(slot.layout.shape)
             lines.append(f"{slot.role} {slot.name}: {shape} {placed(slot.layout)}")
