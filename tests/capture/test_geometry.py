@@ -23,6 +23,7 @@ from shardwise import (
 )
 from shardwise.capture import inductor
 from shardwise.capture.overlap import overlaps
+from shardwise.capture.passes import simplify
 from shardwise.capture.truth import truthful
 from shardwise.comm.transport import current
 
@@ -112,6 +113,19 @@ def test_views_of_views_of_what_travelled_together() -> None:
         return step, sums(2, 3, 2)(mesh)
 
     same(make)
+
+
+def test_views_of_what_is_made_twice() -> None:
+    """The first view is of the second copy: what goes is not what came last."""
+
+    def make(mesh: Any) -> Any:
+        def step(x: Any) -> Any:
+            a, b = (x.redistribute(placements=R).to_local() for _ in range(2))
+            return a @ (b.t() @ a) - b @ (a.t() @ b), b.t()[1:] * 2
+
+        return step, sums(3)(mesh)
+
+    same(make, passes=(simplify,))
 
 
 def test_there_and_back_is_not_the_parameter_where_a_view_of_it_is_handed_out() -> None:

@@ -209,7 +209,7 @@ class Step:
             )
         roots = moved_roots(new)
         if roots:
-            new = {**self._shown_elsewhere(new, roots), **new}
+            new, roots = self._shown_elsewhere(new, roots)
         return replace(
             self,
             nodes=tuple([n.with_values(new, roots) for n in self.nodes]),
@@ -218,18 +218,33 @@ class Step:
 
     def _shown_elsewhere(
         self, new: dict[Value, Value], roots: dict[int, int]
-    ) -> dict[Value, Value]:
-        """The values that stay, but in other memory: their fakes tell how they lie there."""
-        over = {old.root: (old.fake, to.fake) for old, to in new.items() if old.root in roots}
+    ) -> tuple[dict[Value, Value], dict[int, int]]:
+        """With the values that stay, but in other memory: their fakes tell how they lie there.
+
+        What takes the place of one may itself lie in memory that becomes another's.
+        """
+        over = {old.root: (old, to) for old, to in new.items() if old.root in roots}
         found: dict[Value, Value] = {}
+
+        def shown(v: Value) -> Value:
+            if v.root not in over or v in found:
+                return found.get(v, v)
+            old, to = over[v.root]
+            base = shown(to)
+            fake = v.fake
+            if fake is not None and old.fake is not None:
+                fake = laid_over(fake, old.fake, base.fake)
+            found[v] = other = Value(v.index, fake, base.root, v.kind)
+            if fake is not None:
+                fake._shardwise_value = other  # pyright: ignore[reportAttributeAccessIssue]
+            return other
+
+        closed = {old: shown(to) for old, to in new.items()}
         for n in (x for top in self.nodes for x in (top, *top.body)):
             for v in n.outs:
-                if v.root in roots and v not in new and v not in found:
-                    fake = None if v.fake is None else laid_over(v.fake, *over[v.root])
-                    found[v] = other = Value(v.index, fake, roots[v.root], v.kind)
-                    if fake is not None:
-                        fake._shardwise_value = other  # pyright: ignore[reportAttributeAccessIssue]
-        return found
+                if v.root in over and v not in new:
+                    shown(v)
+        return {**found, **closed}, {r: shown(to).root for r, (_, to) in over.items()}
 
     def lowered(self) -> Step:
         """The step with each move replaced by what carries it out."""

@@ -127,6 +127,8 @@ def duplicates(step: Step) -> Step:
             and all(r in fresh or _inner(n, r) for r in n.writes)
             and all(writers.get(v.root, 0) <= 1 for v in n.outs)
             and not (fresh & kept_roots and n.kind != "number")
+            # a view of what lies elsewhere from now on: its turn comes when that is known
+            and (n is old or fresh <= n.writes)
         )
         if pure:
             key = _key(n, version)
