@@ -596,13 +596,16 @@ def quiet_fakes() -> Iterator[None]:
         log.removeFilter(nothing)
 
 
-def compile_flat(graph: Any, inputs: list[Any], mode: Any) -> Callable[[list[Any]], Any]:
+def compile_flat(
+    graph: Any, inputs: list[Any], mode: Any, *, all_cpp: bool = False
+) -> Callable[[list[Any]], Any]:
     """A graph of ATen calls on flat tensors, compiled by inductor; it writes in place what the graph does.
 
     Args:
         graph: The graph; it is used up.
         inputs: Fakes like the tensors that a run gets.
         mode: Their mode, of `fake_mode(shapes=True)`.
+        all_cpp: Whether kernels are called from C++, not from Python: cheaper for each of them, dearer for each input.
 
     Returns:
         A function of the list of inputs, which it empties. Where nothing of autograd's is left to be done after a run,
@@ -625,7 +628,8 @@ def compile_flat(graph: Any, inputs: list[Any], mode: Any) -> Callable[[list[Any
     context = TracingContext(mode)  # with one, inductor keeps what it compiled on disk
     with (
         torch.no_grad(),
-        config.patch(size_asserts=False),  # the key of the step holds shapes and strides
+        # the key of the step holds shapes and strides
+        config.patch(size_asserts=False, cpp_wrapper=all_cpp),
         aot_config.patch(
             enable_autograd_cache=False
         ),  # it keeps the wrapper, and hides what is in it

@@ -38,7 +38,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Parts run call by call, as the flat graphs say; the list fills with these graphs."""
     graphs: list[Any] = []
 
-    def run(graph: Any, fakes: list[Any], mode: Any) -> Any:
+    def run(graph: Any, fakes: list[Any], mode: Any, **how: Any) -> Any:
         assert len([n for n in graph.graph.nodes if n.op == "placeholder"]) == len(fakes)
         graphs.append(graph)
         return lambda tensors: graph(*tensors)
@@ -158,6 +158,38 @@ def test_compiled_as_eager_in_float64() -> None:
     (step, _) = close(adamw(foreach=True), torch.float64, 1e-10)
     assert step.captures == 1
     assert re.search(r"compiled: \d+ parts of [\d, ]+ calls, in [\d.]+ s", explain(step))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_kernels_called_from_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "MANY_KERNELS", 1)
+    real, ways = inductor.compile_flat, set[Any]()
+
+    def noted(*args: Any, **how: Any) -> Any:
+        made = real(*args, **how)
+        ways.add(how.get("all_cpp", False))
+        return made
+
+    monkeypatch.setattr(inductor, "compile_flat", noted)
+    close(adamw(foreach=True), torch.float64, 1e-10)
+    assert ways == {True, False}
+
+
+def test_what_cannot_be_called_from_cpp_is_called_from_python(
+    interpreted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "MANY_KERNELS", 1)
+    real = inductor.compile_flat
+
+    def picky(*args: Any, all_cpp: bool = False) -> Any:
+        if all_cpp:
+            raise NotImplementedError
+        return real(*args)
+
+    monkeypatch.setattr(inductor, "compile_flat", picky)
+    close(adamw(foreach=True), torch.float64, 1e-12)
+    assert interpreted
 
 
 def test_data_parallel_is_few_parts(interpreted: list[Any]) -> None:
@@ -304,7 +336,7 @@ class _Freed:
 def test_what_a_part_takes_last_may_die_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     dead: list[bool] = []
 
-    def run(graph: Any, fakes: list[Any], mode: Any) -> Any:
+    def run(graph: Any, fakes: list[Any], mode: Any, **how: Any) -> Any:
         def call(tensors: list[Any]) -> Any:
             watched = [_Freed(x) for x in tensors]
             outs = graph(*[x.clone() for x in tensors])

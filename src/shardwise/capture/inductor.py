@@ -10,18 +10,22 @@ Rounding differs from eager mode (fused kernels): 1e-6 in a step in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 import time
 from typing import Any
 
 import torch
 
+from shardwise.capture.cost import is_heavy
 from shardwise.capture.flat import compiles, graph_of
 from shardwise.capture.ir import Node, Step, Value
 from shardwise.capture.parts import cut
 from shardwise.capture.run import executor
 from shardwise.compat import compile_flat, fake_mode
 from shardwise.errors import CaptureError
+
+MANY_KERNELS = 8  # matrix products and their like
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ def _part(nodes: list[Node], takes: list[Value], gives: list[Value]) -> Node:
     mode = fake_mode(shapes=True)
     fakes = _fakes_like(tensors, len(numbers), mode)
     try:
-        call = compile_flat(graph_of(nodes, tensors, numbers, gives), fakes, mode)
+        call = _compiled(nodes, lambda: graph_of(nodes, tensors, numbers, gives), fakes, mode)
     except Exception as error:
         raise CaptureError(
             f"torch's compiler failed on a part of the step: {type(error).__name__}: {error}",
@@ -92,6 +96,14 @@ def _part(nodes: list[Node], takes: list[Value], gives: list[Value]) -> Node:
         nodes[0].site,
         {"consumes": True},
     )
+
+
+def _compiled(nodes: list[Node], graph: Callable[[], Any], fakes: list[Any], mode: Any) -> Any:
+    """A graph compiled, its kernels called from C++ where there are many that cannot be fused."""
+    if sum(map(is_heavy, nodes)) >= MANY_KERNELS:
+        with suppress(Exception):  # not every call can be made from there
+            return compile_flat(graph(), fakes, mode, all_cpp=True)
+    return compile_flat(graph(), fakes, mode)
 
 
 def _with_numbers(call: Callable[[list[Any]], Sequence[Any]], read: list[int]) -> Any:
