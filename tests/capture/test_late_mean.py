@@ -56,6 +56,23 @@ def program(late: bool) -> Callable[[Program], Program]:
     return note
 
 
+def loss(late: bool) -> Callable[[Callable[[Net, Any, Any], Any]], None]:
+    """Note the ordinary step of a loss."""
+
+    def note(fn: Callable[[Net, Any, Any], Any]) -> None:
+        def step(model: Net, opt: Any, ids: Any, labels: Any) -> Any:
+            opt.zero_grad()
+            found = fn(model, ids, labels)
+            found.backward()
+            opt.step()
+            return found
+
+        step.__name__ = fn.__name__
+        PROGRAMS[fn.__name__] = step, late
+
+    return note
+
+
 @program(late=True)
 def plain(model: Net, opt: Any, ids: Any, labels: Any) -> Any:
     opt.zero_grad()
@@ -91,14 +108,10 @@ def accumulated(model: Net, opt: Any, ids: Any, labels: Any) -> Any:
     return loss
 
 
-@program(late=True)
-def frozen(model: Net, opt: Any, ids: Any, labels: Any) -> Any:
-    opt.zero_grad()
+@loss(late=True)
+def frozen(model: Net, ids: Any, labels: Any) -> Any:
     model.embed.weight.requires_grad_(False)
-    loss = F.cross_entropy(model(ids), labels)
-    loss.backward()
-    opt.step()
-    return loss
+    return F.cross_entropy(model(ids), labels)
 
 
 @program(late=True)
@@ -121,44 +134,28 @@ def second_order(model: Net, opt: Any, ids: Any, labels: Any) -> Any:
     return loss
 
 
-@program(late=False)
-def two_losses(model: Net, opt: Any, ids: Any, labels: Any) -> Any:
-    opt.zero_grad()
+@loss(late=False)
+def two_losses(model: Net, ids: Any, labels: Any) -> Any:
     logits = model(ids)
     some = torch.where(labels < 3, labels, IGNORED)
-    loss = F.cross_entropy(logits, labels) + F.cross_entropy(logits, some)
-    loss.backward()
-    opt.step()
-    return loss
+    return F.cross_entropy(logits, labels) + F.cross_entropy(logits, some)
 
 
-@program(late=False)
-def penalty(model: Net, opt: Any, ids: Any, labels: Any) -> Any:
-    opt.zero_grad()
+@loss(late=False)
+def penalty(model: Net, ids: Any, labels: Any) -> Any:
     logits = model(ids)
-    loss = F.cross_entropy(logits, labels) + logits.square().sum() / 100
-    loss.backward()
-    opt.step()
-    return loss
+    return F.cross_entropy(logits, labels) + logits.square().sum() / 100
 
 
-@program(late=False)
-def weighted(model: Net, opt: Any, ids: Any, labels: Any) -> Any:
-    opt.zero_grad()
+@loss(late=False)
+def weighted(model: Net, ids: Any, labels: Any) -> Any:
     weight = torch.arange(1.0, 8.0, dtype=torch.float64)
-    loss = F.cross_entropy(model(ids), labels, weight=weight)
-    loss.backward()
-    opt.step()
-    return loss
+    return F.cross_entropy(model(ids), labels, weight=weight)
 
 
-@program(late=False)
-def squared(model: Net, opt: Any, ids: Any, labels: Any) -> Any:
-    opt.zero_grad()
-    loss = F.cross_entropy(model(ids), labels)
-    loss.square().backward()
-    opt.step()
-    return loss
+@loss(late=False)
+def squared(model: Net, ids: Any, labels: Any) -> Any:
+    return F.cross_entropy(model(ids), labels).square()
 
 
 def megatron(name: str, module: nn.Module, mesh: Any) -> None:
